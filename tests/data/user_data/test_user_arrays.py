@@ -102,6 +102,12 @@ def test_what_are_no_numbers(x: Any, y: Any, says: str) -> None:
     assert f"client 0: {says}" in str(error.value)
 
 
+@pytest.mark.parametrize("x", [5.0, np.float32(3), torch.tensor(3.0), {"image": 5.0}], ids=str)
+def test_a_single_value_is_no_array_of_examples(x: Any) -> None:
+    with pytest.raises(DataError, match=r"client 0: .*must be an array \[n, \.\.\.\] of n examples"):
+        Federation.from_arrays([(x, np.array([1]))], nn.Linear(1, 2), val=0, test=0)
+
+
 @pytest.mark.parametrize(
     ("x", "y", "says"),
     [

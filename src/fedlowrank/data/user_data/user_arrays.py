@@ -148,10 +148,10 @@ def make_examples(
         target_tensor = to_tensor(y, "the targets")
         targets = _convert_targets(target_tensor, isinstance(x, Mapping), loss)
         if isinstance(x, Mapping):
-            originals = {name: to_input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            originals = {name: _to_rows(a, f"input {name!r}") for name, a in x.items()}
             inputs: Inputs = {name: types.convert(t, part_title, name) for name, t in originals.items()}
         else:
-            originals = {"its inputs": to_input_tensor(x, "the inputs")}
+            originals = {"its inputs": _to_rows(x, "the inputs")}
             inputs = types.convert(originals["its inputs"], part_title)
         examples = Examples(inputs, targets)
         for name, original in originals.items():
@@ -160,6 +160,14 @@ def make_examples(
     except DataError as error:
         raise DataError(f"{part_title}: {error}") from error
     return examples
+
+
+def _to_rows(array: Any, title: str) -> Tensor:
+    """Convert inputs ``[n, ...]``."""
+    tensor = to_input_tensor(array, title)
+    if tensor.ndim == 0:
+        raise DataError(f"{title} must be an array [n, ...] of n examples, not a single value")
+    return tensor
 
 
 def to_tensor(array: Any, title: str) -> Tensor:
