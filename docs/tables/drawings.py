@@ -17,6 +17,7 @@ from tables.claims import Case, judge_claims, label_of
 from tables.experiments import (
     FIGURES,
     RESULTS,
+    difference,
     last_results,
     list_experiments,
     list_methods,
@@ -26,6 +27,7 @@ from tables.experiments import (
     title_of,
     unit_of,
 )
+from tables.horizons import HORIZONS, TEACHERS
 from tables.verdicts import MARGIN
 
 matplotlib.use("svg")
@@ -152,6 +154,34 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
     axes.set_xlabel("test accuracy / %", fontsize=7)
 
 
+def draw_leads(path: Path) -> None:
+    """FedHL minus FlexLoRA, the server's model, over the horizon: a panel for each rate, a line for each teacher."""
+    _set_style()
+    _, panels = plt.subplots(1, 2, figsize=(7.2, 2.9), sharey=True, layout="constrained")
+    for axes, (ending, title) in zip(
+        panels, (("", "constant rate"), ("-cosine", "cosine rate")), strict=True
+    ):
+        for teacher, label in TEACHERS.items():
+            names = {rounds: f"teacher-{teacher}-{rounds}{ending}" for rounds in HORIZONS}
+            leads = {
+                rounds: difference(read_figures(name), "fedhl", "flexlora", "server")
+                for rounds, name in names.items()
+                if (FIGURES / f"{name}.csv").exists()
+            }
+            halves = [50 * (lead.high - lead.low) for lead in leads.values()]
+            means = [100 * lead.mean for lead in leads.values()]
+            axes.errorbar(list(leads), means, halves, marker="o", ms=4, capsize=2, label=f"rank {label}")
+        axes.axhline(0, color="0.6", lw=0.8, zorder=0)
+        axes.set_xscale("log")
+        axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("rounds", fontsize=8)
+    panels[0].set_ylabel("FedHL minus FlexLoRA / points", fontsize=8)
+    panels[0].legend(fontsize=8, loc="upper left")
+    _save(path)
+
+
 def draw_claims(paper: str, path: Path) -> None:
     """Every claim of a paper with its comparisons: their intervals, marks and the paper's effects.
 
@@ -265,6 +295,7 @@ def draw() -> None:
     for paper in ("pFedLoRA", "FedSLR", "FedHL", "FLoRAL"):
         page = paper.lower()
         draw_claims(paper, RESULTS / "figures" / f"{page}-claims.svg")
+    draw_leads(RESULTS / "figures" / "fedhl-leads.svg")
     for page in ("pfedlora", "fedslr", "fedhl", "fedhl-horizons", "floral"):
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if (FIGURES / "fedslr-mnist.csv").exists():

@@ -8,10 +8,11 @@ from __future__ import annotations
 from tables.experiments import FIGURES, difference, format_difference, read_figures, table_row
 
 TEACHERS = {"24-skew": "24, skewed", "8-skew": "8, skewed", "8-iid": "8, IID", "1-skew": "1, skewed"}
+HORIZONS = (10, 20, 60)
 ENDS = {
     f"{rounds}{rate}": f"{rounds} rounds{', cosine' if rate else ''}"
     for rate in ("", "-cosine")
-    for rounds in (10, 20, 60)
+    for rounds in HORIZONS
 }
 
 
