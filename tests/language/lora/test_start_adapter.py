@@ -211,7 +211,7 @@ def test_training_goes_on_from_the_factors(llama: Path, tmp_path: Path) -> None:
     ("method", "lora", "error", "message"),
     [
         ("fedit", {"ranks": [2, 2]}, TaskError, "starts from has rank 3 .* choose fedhl, flexlora or flora"),
-        ("hetlora", {"ranks": [2, 1]}, TaskError, "Set lora.ranks to at least 3"),
+        ("hetlora", {"ranks": [2, 1]}, TaskError, "Give them a rank of at least 3"),
         ("fedit", {"r": 2}, ConfigError, "lora.r is 2. Set lora.r = 3, or leave it out"),
         ("fedit", {"target_modules": ["q_proj"]}, ConfigError, "which this model does not adapt"),
     ],
