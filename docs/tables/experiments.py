@@ -146,12 +146,14 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         cells += [_cost_to(figures, method, target, cost) for cost in costs.values()] if target else []
         lines.append(table_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
+    missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
+    unfinished = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
     return "\n".join(lines) + (
         f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
         f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. {describe_sources(sources)}. "
         f"[Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), made by `python docs/evidence.py run {name}`. To repeat one row: "
-        f"`python docs/evidence.py repeat {name} METHOD`, METHOD is one of {', '.join(list_methods(name))}."
+        f"`python docs/evidence.py repeat {name} METHOD`, METHOD is one of {', '.join(list_methods(name))}.{unfinished}"
     )
 
 
