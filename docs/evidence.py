@@ -20,6 +20,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -59,11 +60,7 @@ def run(name: str, jobs: int, only: Sequence[str] = ()) -> None:
     file = EXPERIMENTS / f"{name}.toml"
     if not file.exists():
         sys.exit(f"{EXPERIMENTS.relative_to(ROOT)} has no {name}.toml")
-
-    def keep(method: str, out: Path) -> None:
-        enter(name, method, out)
-
-    run_missing(file, FIGURES / f"{name}.json", RUNS / name, only, jobs, keep)
+    run_missing(file, FIGURES / f"{name}.json", RUNS / name, only, jobs, partial(enter, name))
     if name not in read_settings():
         print(f"{name} is not in {RESULTS / 'evidence.toml'}: `write` will show it on no page until it is")
 
@@ -182,17 +179,10 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         method: of the row.
         seeds: of its test seeds.
     """
-    if not (FIGURES / f"{name}.csv").exists():
-        sys.exit(f"{FIGURES.relative_to(ROOT)} has no figures of {name!r}")
-    committed = read_figures(name)
-    own = committed.query("method == @method")["seed"]
-    if len(own) and (unknown := set(seeds) - set(own)):
-        sys.exit(f"{method} of {name} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
     with tempfile.TemporaryDirectory() as folder:
-        tuning = FIGURES / f"{name}-tuning.csv"
-        run_chosen(EXPERIMENTS / f"{name}.toml", tuning, method, seeds, Path(folder))
+        run_chosen(EXPERIMENTS / f"{name}.toml", FIGURES, method, seeds, Path(folder))
         again = _read_runs([path.parent for path in sorted(Path(folder).glob("*-s*/run.json"))])
-    print(compare_figures(committed, again).to_string(index=False))
+    print(compare_figures(read_figures(name), again).to_string(index=False))
 
 
 def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFrame:

@@ -106,12 +106,10 @@ def repeat(task: str, method: str, seeds: Sequence[int]) -> pd.DataFrame:
     Returns:
         Columns method, seed, and what :func:`read_runs` gives of each run, the committed figure beside the one of this machine.
     """
-    committed = pd.read_csv(FIGURES / f"{task}.csv").query("method == @method")
-    if unknown := set(seeds) - set(committed["seed"]):
-        sys.exit(f"{method} of {task} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
     with tempfile.TemporaryDirectory() as folder:
-        run_chosen(TASKS / f"{task}.toml", FIGURES / f"{task}-tuning.csv", method, seeds, Path(folder))
+        run_chosen(TASKS / f"{task}.toml", FIGURES, method, seeds, Path(folder))
         again = read_runs(Path(folder))
+    committed = pd.read_csv(FIGURES / f"{task}.csv")
     both = committed.merge(again, "right", ["method", "seed"], suffixes=("", " again"))
     measures = [column for column in committed if column not in ("method", "seed", "diverged")]
     return both[["method", "seed", *(f"{m}{end}" for m in measures for end in ("", " again"))]]

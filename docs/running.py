@@ -64,29 +64,36 @@ def select_method(file: Path, method: str) -> dict[str, Any]:
 
 def tune(tables: Mapping[str, Any], out: Path, jobs: int) -> None:
     """Choose settings and test them with the command that everybody has."""
-    call_command("tune", format_toml(tables), "--jobs", str(jobs), "-o", str(out))
+    run_command("tune", format_toml(tables), "--jobs", str(jobs), "-o", str(out))
 
 
-def run_chosen(file: Path, tuning: Path, method: str, seeds: Sequence[int], out: Path) -> None:
+def run_chosen(file: Path, figures: Path, method: str, seeds: Sequence[int], out: Path) -> None:
     """Run a method again with the setting that was chosen for it.
 
     Args:
         file: of the experiment.
-        tuning: every setting that was tried.
+        figures: folder with the figures of the experiment, ``NAME.csv`` and ``NAME-tuning.csv``.
         method: with figures.
-        seeds: to run.
+        seeds: to run, which have figures.
         out: folder of the runs.
     """
-    chosen = {name: values for name, is_chosen, values in read_tried(tuning) if is_chosen}
+    name = file.stem
+    if not (figures / f"{name}.csv").exists():
+        sys.exit(f"{name} has no figures in {figures}")
+    tried = read_tried(figures / f"{name}-tuning.csv")
+    chosen = {row: values for row, is_chosen, values in tried if is_chosen}
     if method not in chosen:
-        sys.exit(f"{file.stem} has no row {method!r}; it has {', '.join(chosen)}")
+        sys.exit(f"{name} has no row {method!r}; it has {', '.join(chosen)}")
+    own = pd.read_csv(figures / f"{name}.csv").query("method == @method")["seed"]
+    if unknown := set(seeds) - set(own):
+        sys.exit(f"{method} of {name} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
     setting = Setting(method, {field: json.loads(value) for field, value in chosen[method].items()})
     text = tuned_experiment(ExperimentConfig.read(file), [setting]).to_toml()
-    call_command("compare", text, "-o", str(out), "--seeds", ",".join(map(str, seeds)))
+    run_command("compare", text, "-o", str(out), "--seeds", ",".join(map(str, seeds)))
 
 
-def call_command(command: str, experiment: str, *options: str) -> None:
-    """Call ``fedlowrank`` with an experiment's text; code of one's own is found from the working directory, too."""
+def run_command(command: str, experiment: str, *options: str) -> None:
+    """Run a ``fedlowrank`` command on an experiment given as text, with the working directory on the module search path."""
     paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with tempfile.TemporaryDirectory() as folder:

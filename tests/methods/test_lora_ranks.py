@@ -143,7 +143,7 @@ def federate_tokens(alpha: float, ranks: tuple[int, ...], is_trained: bool = Fal
     made = add_lora(base, 3, alpha, target_modules=["0"], trainable=["2"])
     if is_trained:
         with torch.no_grad():
-            made[0].lora_A.uniform_(-0.1, 0.1, generator=key)  # type: ignore[operator,union-attr]
+            dict(made.named_parameters())["0.lora_A"].uniform_(-0.1, 0.1, generator=key)
     return Federation.from_arrays(clients, made, head="2", classes=3, rank=ranks, val=0, test=0.25)
 
 
