@@ -17,7 +17,6 @@ from tables.claims import Case, judge_claims, label_of
 from tables.experiments import (
     FIGURES,
     RESULTS,
-    difference,
     last_results,
     list_experiments,
     list_methods,
@@ -27,7 +26,7 @@ from tables.experiments import (
     title_of,
     unit_of,
 )
-from tables.horizons import HORIZONS, TEACHERS
+from tables.horizons import HORIZONS, TEACHERS, find_lead
 from tables.verdicts import MARGIN
 
 matplotlib.use("svg")
@@ -163,11 +162,8 @@ def draw_leads(path: Path) -> None:
     ):
         for teacher, label in TEACHERS.items():
             names = {rounds: f"teacher-{teacher}-{rounds}{ending}" for rounds in HORIZONS}
-            leads = {
-                rounds: difference(read_figures(name), "fedhl", "flexlora", "server")
-                for rounds, name in names.items()
-                if (FIGURES / f"{name}.csv").exists()
-            }
+            found = {rounds: find_lead(name, "flexlora", "server") for rounds, name in names.items()}
+            leads = {rounds: lead for rounds, lead in found.items() if lead is not None}
             halves = [50 * (lead.high - lead.low) for lead in leads.values()]
             means = [100 * lead.mean for lead in leads.values()]
             axes.errorbar(list(leads), means, halves, marker="o", ms=4, capsize=2, label=f"rank {label}")

@@ -5,6 +5,7 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 
 from __future__ import annotations
 
+from fedlowrank.report.statistics.significance import Difference
 from tables.experiments import FIGURES, difference, format_difference, read_figures, table_row
 
 TEACHERS = {"24-skew": "24, skewed", "8-skew": "8, skewed", "8-iid": "8, IID", "1-skew": "1, skewed"}
@@ -21,7 +22,7 @@ def horizons_table() -> str:
     lines = [table_row(["rank of the teacher", *ENDS.values()]), "| :--- |" + " ---: |" * len(ENDS)]
     for teacher, title in TEACHERS.items():
         names = [f"teacher-{teacher}-{end}" for end in ENDS]
-        lines.append(table_row([title, *(_difference(name, "flexlora", "server") for name in names)]))
+        lines.append(table_row([title, *(_format_lead(name, "flexlora", "server") for name in names)]))
     return (
         "\n".join(lines)
         + "\n\nFedHL minus FlexLoRA, accuracy of the server's model in points, 95 % interval."
@@ -37,7 +38,7 @@ def choices_table() -> str:
         for end, rounds in ENDS.items():
             name = f"teacher-{teacher}-{end}"
             if (FIGURES / f"{name}-own.csv").exists():
-                found = [_difference(n, other, None) for other in others for n in (name, f"{name}-own")]
+                found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
                 lines.append(table_row([f"rank {title}, {rounds}", *found]))
     return "\n".join(lines) + (
         "\n\nFedHL minus the other method, accuracy of the clients' own models in points, 95 % interval, with learning rates "
@@ -45,8 +46,13 @@ def choices_table() -> str:
     )
 
 
-def _difference(name: str, against: str, series: str | None) -> str:
-    """A difference of FedHL and another method; nothing if the experiment has no figures."""
+def find_lead(name: str, against: str, series: str | None) -> Difference | None:
+    """FedHL minus another method, see :func:`difference`; None if the experiment has no figures."""
     if not (FIGURES / f"{name}.csv").exists():
-        return ""
-    return format_difference(difference(read_figures(name), "fedhl", against, series), 100.0, 1)
+        return None
+    return difference(read_figures(name), "fedhl", against, series)
+
+
+def _format_lead(name: str, against: str, series: str | None) -> str:
+    lead = find_lead(name, against, series)
+    return "" if lead is None else format_difference(lead, 100.0, 1)
