@@ -18,7 +18,7 @@ from ..core.errors import DataError, did_you_mean
 from .dataset import Dataset, Examples
 from .download.data_files import check_file, expand_path
 from .input_types import InputTypes, warn_of_rounding
-from .partitioning.checks import describe_array
+from .partitioning.checks import check_finite_values, describe_array
 from .user_data.user_arrays import find_label_warning, find_target_hint, find_target_warning
 
 MAX_UNSEEN_CLASSES = 10_000
@@ -120,13 +120,16 @@ def convert_array(x: np.ndarray, description: str, types: InputTypes) -> Tensor:
 
 
 def to_float32(x: np.ndarray, description: str) -> Tensor:
-    """Convert real numbers [n, ...] to a contiguous float32 tensor with the same values."""
+    """Convert real numbers [n, ...] to a contiguous float32 tensor, with a warning of those that it cannot distinguish."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
         raise DataError(f"{description} must be numbers [n, ...], not {describe_array(x)}.")
     warn_of_rounding(x, description)
     with np.errstate(over="ignore"):
-        # An overflow becomes an infinity, which the data set rejects with its position.
-        return torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
+        numbers = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
+    # the data set rejects what is not finite before, with its position
+    if x.dtype == np.float64 and np.isfinite(x).all():
+        check_finite_values(description, numbers, torch.from_numpy(np.ascontiguousarray(x)))
+    return numbers
 
 
 def encode_labels(parts: list[np.ndarray], description: str) -> tuple[list[Tensor], tuple[str, ...]]:

@@ -590,19 +590,21 @@ class Federation:
                 optionally ``val`` and ``test``; or a ``FederatedDataset`` of the library flwr-datasets, whose
                 partitions are all loaded.
             model: model or models, as for :meth:`from_arrays`.
-            label: column of the labels: classes, whole numbers from 0 on, booleans, or text.
+            label: column of the labels: classes, whole numbers from 0 on, booleans, or text; or of real targets, numbers or
+                lists of numbers. Whole numbers are real targets if ``loss`` is ``"bce"``, ``"mse"`` or ``"huber"``.
             features: columns of the inputs; by default the one image column, or else all numeric columns.
             split: name of the split that the partitioner of a ``FederatedDataset`` divides.
             size: height and width to which every image is resized, or None to keep the common size.
             channels: number of channels of images: 3 for color, 1 for gray levels.
-            **options: further options ``val``, ``test``, ``seed``, ``head`` and so on of :meth:`from_arrays`.
+            **options: further options ``val``, ``test``, ``seed``, ``head``, ``loss`` and so on of :meth:`from_arrays`.
 
         Raises:
             DataError: if ``datasets`` is missing or a partition does not fit the others.
             TaskError: if a model does not fit the data.
         """
-        clients, classes = read_partitions(partitions, label, features, split, size, channels)
-        return cls.from_arrays(clients, model, **{"classes": classes, **options})
+        loss = as_loss(options.get("loss", AUTO))
+        clients, classes = read_partitions(partitions, label, features, split, size, channels, loss)
+        return cls.from_arrays(clients, model, **{"classes": classes or None, **options})
 
 
 def _choose_input_types(

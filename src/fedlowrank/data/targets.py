@@ -62,7 +62,8 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     if not examples.is_regression and kind not in OF_LABELS:
         raise DataError(
             f"loss {kind!r} needs real targets, and these data have labels {describe_array(examples.y)}. Choose loss "
-            f"'cross_entropy', or pass loss={kind!r} to Federation.from_arrays, which makes real targets of numbers"
+            f"'cross_entropy', or store the targets as real numbers, y.astype(numpy.float32). Federation.from_arrays makes real "
+            f"targets of whole numbers if it gets loss={kind!r}"
         )
     if kind == "next_token" and not examples.has_token_labels:
         raise DataError(

@@ -179,3 +179,12 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'fedlowrank\[huggingface\]'"):
         HuggingFace("x").load()
+
+
+def test_lists_of_numbers_are_real_targets_and_zeros_and_ones_are_noticed(tmp_path):
+    rows = {"x": [1.0, 2.0, 3.0, 4.0], "label": [[0.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "own"))
+    data = HuggingFace(str(tmp_path / "own")).load()
+    assert data.train.y.tolist() == rows["label"]
+    assert data.classes == ()
+    assert any("several classes an example" in note for note in data.notes)

@@ -75,8 +75,33 @@ def test_text_labels_are_numbered_over_all_clients_and_splits_are_kept():
     assert federation.clients[1].test.x.tolist() == [[1], [2]]
 
 
+@pytest.mark.parametrize("kind", [int, float, bool])
+def test_several_labels_an_example_are_learnt_by_binary_cross_entropy(kind):
+    x = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
+    y = (np.random.default_rng(1).random((12, 3)) > 0.5).astype(kind)
+    parts = [datasets.Dataset.from_dict({"x": x[k::2].tolist(), "label": y[k::2].tolist()}) for k in range(2)]
+    model = torch.nn.Linear(5, 3)
+    federation = Federation.from_partitions(parts, model, features=["x"], loss="bce", val=0, test=0)
+    assert federation.classes == ()
+    for k, client in enumerate(federation.clients):
+        order, expected_order = (np.argsort(v[:, 0]) for v in (client.train.x.numpy(), x[k::2]))
+        np.testing.assert_array_equal(client.train.x.numpy()[order], x[k::2][expected_order])
+        np.testing.assert_array_equal(client.train.y.numpy()[order], y[k::2][expected_order])
+
+
+@pytest.mark.parametrize(("loss", "label"), [("bce", [0, 1]), ("mse", [3, 7]), ("auto", [0.5, 2.0])])
+def test_numbers_are_the_target_of_one_output(loss, label):
+    part = datasets.Dataset.from_dict({"x": [1.0, 2.0], "label": label})
+    model = torch.nn.Linear(1, 1)
+    federation = Federation.from_partitions([part], model, loss=loss, val=0, test=0)
+    train = federation.clients[0].train
+    rows = sorted(zip(train.x[:, 0].tolist(), train.y[:, 0].tolist(), strict=True))
+    assert rows == [(1.0, label[0]), (2.0, label[1])]
+
+
 def test_it_names_what_is_wrong():
     a = datasets.Dataset.from_dict({"x": [1.0, 2.0], "label": [0, 1]})
+    several = datasets.Dataset.from_dict({"x": [1.0], "label": [[0, 1]]})
     model = torch.nn.Linear(1, 2)
     for given, settings, message in (
         ([a, 3], {}, "client 1: expected a datasets.Dataset, not a int"),
@@ -84,6 +109,7 @@ def test_it_names_what_is_wrong():
         ({"train": a}, {}, "one for each client, or a FederatedDataset"),
         ([], {}, "at least one partition"),
         ([a], {"label": "lable"}, "Did you mean 'label'"),
+        ([several], {}, "'label' holds lists of whole numbers, int64 \\[1, 2\\]. .* set loss='bce'"),
         ([datasets.DatasetDict({"train": a, "valid": a})], {}, "not \\['valid'\\]"),
         (FederatedDataset(a, 2), {"split": "test"}, "no partitioner of 'test'"),
     ):

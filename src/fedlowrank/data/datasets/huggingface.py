@@ -15,6 +15,8 @@ from ...core.errors import DataError, did_you_mean
 from ..arrays import convert_array, encode_clients, encode_labels, to_float32
 from ..dataset import Dataset, Examples
 from ..input_types import InputTypes
+from ..partitioning.checks import describe_array
+from ..user_data.user_arrays import find_target_warning
 from .hub import open_dataset
 from .images import ImageLosses, check_image_settings, stack_images
 
@@ -34,7 +36,8 @@ class HuggingFace(CheckedFields):
             a single file, is the training part and has no test part, whatever this setting is.
         features: columns of the inputs. By default the one image column, or else all numeric columns but the label
             and the client. One column of lists or arrays gives [n, ...], several columns of numbers [n, columns].
-        label: column of the labels: classes, whole numbers from 0 on, booleans, or text.
+        label: column of the labels: classes, whole numbers from 0 on, booleans, or text; or of real targets, numbers or lists
+            of numbers with a decimal point.
         client: column of natural clients, whole numbers or text, or None.
         size: height and width to which every image is resized, or None to keep the common size.
         channels: number of channels of images: 3 for color, 1 for gray levels.
@@ -71,6 +74,8 @@ class HuggingFace(CheckedFields):
         natural_clients = [*client_numbers, None]
         name = Path(self.path).name or self.path
         test_part = test[0] if test else None
+        if warning := find_target_warning([train.y]):
+            notes = (*notes, warning)
         return Dataset(
             name,
             train,
@@ -83,13 +88,14 @@ class HuggingFace(CheckedFields):
         )
 
     def read_parts(
-        self, library: Any, parts: Sequence[Any]
+        self, library: Any, parts: Sequence[Any], *, learns_numbers: bool = False
     ) -> tuple[list[Examples], tuple[str, ...], tuple[str, ...]]:
         """Read the examples of several ``datasets.Dataset`` with the same columns, the names of the classes, and notes.
 
         Args:
             library: the module ``datasets``.
             parts: data sets to read; classes are numbered over all of them.
+            learns_numbers: whether whole numbers are real targets, too.
 
         Raises:
             DataError: if a column is missing or cannot be used.
@@ -103,7 +109,7 @@ class HuggingFace(CheckedFields):
         types, losses = InputTypes(), ImageLosses()
         inputs = [self._read_inputs(library, part, columns, types, losses) for part in parts]
         notes = ((warning,) if (warning := types.warning()) else ()) + losses.report()
-        labels, classes = self._read_labels(library, parts)
+        labels, classes = self._read_labels(library, parts, learns_numbers)
         return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
     def _choose_splits(self, splits: Any) -> list[Any]:
@@ -153,9 +159,21 @@ class HuggingFace(CheckedFields):
         x, stored_type = values[0], _find_stored_type(part.features[columns[0]])
         return convert_array(x.astype(np.uint8) if stored_type == "uint8" else x, description, types)
 
-    def _read_labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
+    def _read_labels(
+        self, library: Any, parts: Sequence[Any], learns_numbers: bool
+    ) -> tuple[list[Tensor], tuple[str, ...]]:
         description = f"the column {self.label!r}"
-        labels, classes = encode_labels([_read_column(part, self.label) for part in parts], description)
+        values = [_read_column(part, self.label) for part in parts]
+        if learns_numbers or all(v.dtype.kind == "f" for v in values):
+            # a column of single numbers is the target of one output
+            return [to_float32(v if v.ndim > 1 else v[:, None], description) for v in values], ()
+        if any(v.ndim > 1 for v in values):
+            raise DataError(
+                f"{description} holds lists of whole numbers, {describe_array(values[0])}. For several labels an example set "
+                "loss='bce' in Federation.from_partitions, or store them with a decimal point; for one class an example store "
+                "its number."
+            )
+        labels, classes = encode_labels(values, description)
         feature = parts[0].features[self.label]
         if isinstance(feature, library.ClassLabel):
             if any(part.features[self.label] != feature for part in parts):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError, did_you_mean, warn_user
+from ...core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss
 from ..datasets.huggingface import HuggingFace
 from ..user_data.user_arrays import ArrayPair
 
@@ -13,12 +14,19 @@ _SPLITS = ("train", "val", "test")
 
 
 def read_partitions(
-    partitions: Any, label: str, features: Sequence[str], split: str, size: int | None, channels: int
+    partitions: Any,
+    label: str,
+    features: Sequence[str],
+    split: str,
+    size: int | None,
+    channels: int,
+    loss: Loss,
 ) -> tuple[list[ArrayPair | Mapping[str, ArrayPair]], tuple[str, ...]]:
     """Read the arrays of each partition, and the names of the classes; see ``Federation.from_partitions``.
 
     Returns:
-        A pair of inputs and labels for each client, or a dict of such pairs by split; and the names of the classes.
+        A pair of inputs and labels for each client, or a dict of such pairs by split; and the names of the classes, none for
+        real targets.
 
     Raises:
         DataError: if ``datasets`` is missing or a partition does not fit the others.
@@ -40,7 +48,8 @@ def read_partitions(
     reader = HuggingFace(
         "the partitions", features=tuple(features), label=label, size=size, channels=channels
     )
-    examples, classes, notes = reader.read_parts(library, parts)
+    learns_numbers = loss.kind in OF_REAL_TARGETS and loss.kind not in OF_LABELS
+    examples, classes, notes = reader.read_parts(library, parts, learns_numbers=learns_numbers)
     for note in notes:
         warn_user(note)
     clients: list[Any] = [{} for _ in client_partitions]
