@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from .device_map import (
 from .lora.new_tokens import add_tokens, check_new_tokens
 from .objectives.text_embeddings import return_hidden_states
 from .optional_packages import import_library, silence_library
+from .quantized_layers import keep_gradients, make_quantization
 
 HEAD_NAMES = ("classifier", "score")
 """Names of modules that PEFT treats as the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
@@ -145,8 +145,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         key: source of randomness for new weights.
 
     Raises:
-        ConfigError: if the classes do not fit the task, bitsandbytes is missing, a token of a causal model attends to
-            later tokens, or the model is an encoder with a decoder.
+        ConfigError: if the classes do not fit the task, bitsandbytes is missing or its layers pass no gradient, a token of a
+            causal model attends to later tokens, or the model is an encoder with a decoder.
         DataError: if transformers is missing, no model can be loaded from the path, weights of a causal model are
             missing in the files, or its tokenizer has no token for padding.
     """
@@ -164,7 +164,7 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         settings["revision"] = base.revision
     model_settings: dict[str, Any] = {"dtype": base.dtype}
     if base.quantize is not None:
-        model_settings["quantization_config"] = _make_quantization(library, base)
+        model_settings["quantization_config"] = make_quantization(library, base.quantize, base.dtype)
     if base.device_map is not None:
         model_settings |= make_placement(base.device_map, base.max_memory, base.offload_folder)
     if base.attention != "auto":
@@ -214,6 +214,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     notes += _ensure_padding_token(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
+    # before the model computes anything
+    keep_gradients(model)
     check_embedding(model)
     check_module_names(model, base.device_map)
     remove_offload_folder_with(model, model_settings)
@@ -332,22 +334,6 @@ def _find_source(base: LanguageBase) -> tuple[str, bool]:
     if not is_name or base.path.startswith("."):
         raise DataError(f"{base.path!r} does not exist: there is no folder {str(folder.absolute())!r}.")
     return base.path, base.offline
-
-
-def _make_quantization(library: Any, base: LanguageBase) -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'"
-        )
-    if base.quantize == "8bit":
-        return library.BitsAndBytesConfig(load_in_8bit=True)
-    compute_dtype = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
-    return library.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
 
 
 def _find_new_parts(

@@ -60,5 +60,5 @@ def offloaded_error(name: str) -> TaskError:
     return TaskError(
         f"the method changes {name}, which language.device_map keeps on the disk or in another memory, from where each call "
         "loads it anew. Place that layer on a device, or let the method keep its updates as factors: base_updates = 'stacked' "
-        "for flora and fedex_lora, delta_form.kind = 'exact' for fedhl"
+        "for flora and fedex_lora"
     )

@@ -90,6 +90,20 @@ def _distances_backward(_grad: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
     return _distances(a, b)
 
 
+def _product_4bit(x: Any, _weight: Any, shape: Any, *_: Any, **__: Any) -> int:
+    # the shape of the weight before it was packed
+    return int(2 * x.numel() * shape[0])
+
+
+def _product_8bit(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * x.numel() * weight.shape[0])
+
+
+def _mixed_product_8bit(_x: Any, quantized_x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    # outliers, a few columns in 16 bits, are not counted again
+    return _product_8bit(quantized_x, weight)
+
+
 _ATEN = torch.ops.aten
 
 FORMULAS: dict[Any, Callable[..., Any]] = {
@@ -114,3 +128,12 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     _ATEN._cdist_backward: _distances_backward,
 }
 """Formula of each operator, by its arguments and ``out_val``, its result."""
+
+OF_LIBRARIES: dict[str, Callable[..., Any]] = {
+    "bitsandbytes.gemm_4bit": _product_4bit,
+    "bitsandbytes.gemv_4bit": _product_4bit,
+    "bitsandbytes.int8_linear_matmul": _product_8bit,
+    "bitsandbytes.int8_scaled_mm": _product_8bit,
+    "bitsandbytes.int8_mixed_scaled_mm": _mixed_product_8bit,
+}
+"""Formulas of operators that exist once their library is imported, by name."""

@@ -13,7 +13,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.contract import EngineModel
-from .flop_formulas import FORMULAS
+from .flop_formulas import FORMULAS, OF_LIBRARIES
 from .local_data import BatchSize
 
 
@@ -53,7 +53,7 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         """Execute one operator; a composite operator is counted by its parts."""
         kwargs = kwargs or {}
-        count = FORMULAS.get(func._overloadpacket)
+        count = _find_formula(func)
         if count is None and _is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -63,6 +63,12 @@ class FlopCounter(TorchDispatchMode):
             factor = 4 if isinstance(out, Tensor) and out.is_complex() else 1
             self.total += factor * int(count(*args, **kwargs, out_val=out))
         return out
+
+
+@cache
+def _find_formula(func: Any) -> Callable[..., Any] | None:
+    packet = func._overloadpacket
+    return FORMULAS.get(packet) or OF_LIBRARIES.get(str(packet))
 
 
 @cache

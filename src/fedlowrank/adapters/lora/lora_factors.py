@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.contract import Model
+from ...core.errors import TaskError
 from ...core.key import Key
 from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
@@ -139,6 +140,7 @@ class LoRA:
                 update = pair.dense() * scale
                 if frozen_pair is not None:
                     update = update + frozen_pair.dense().to(update.dtype)
+                self.check_changeable([name])
                 w = params.get(layer.weight, self.base[layer.weight])
                 params[layer.weight] = w + layer.reshape_update(update).to(w.dtype)
                 continue
@@ -154,16 +156,31 @@ class LoRA:
         """Add dense updates ``[d, k]`` to the weights W, in the weights' own dtype.
 
         Raises:
-            TaskError: if a weight is not in memory.
+            TaskError: if a weight is not in memory, or quantized.
         """
+        self.check_changeable(updates)
         weights = {}
         for name, update in updates.items():
             layer = self.layers[name]
             w = self.base[layer.weight]
-            if w.is_meta:
-                raise offloaded_error(layer.weight)
             weights[layer.weight] = (w + layer.reshape_update(update).to(w.device)).to(w.dtype)
         return weights
+
+    def is_changeable(self, name: str) -> bool:
+        """Whether an update can be added to the weight of a layer: it is in memory and not quantized."""
+        w = self.base[self.layers[name].weight]
+        return not w.is_meta and (w.is_floating_point() or w.is_complex())
+
+    def check_changeable(self, names: Iterable[str]) -> None:
+        """Refuse layers to whose weights nothing can be added.
+
+        Raises:
+            TaskError: if a weight is not in memory, or quantized.
+        """
+        for name in names:
+            if not self.is_changeable(name):
+                weight = self.layers[name].weight
+                raise offloaded_error(weight) if self.base[weight].is_meta else _quantized_error(weight)
 
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
         """Convert the factors of a model to the ranks of the module's own factors; the function of the model does not change.
@@ -172,17 +189,25 @@ class LoRA:
         factors are zero.
         """
         matched_params = dict(params)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             if layer.a is None or layer.a not in params or layer.b not in params:
                 continue
             pair, rank = layer.read_pair(params), module_params[layer.a].shape[0]
             if pair.rank > rank:
+                self.check_changeable([name])
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
                 matched_params[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
                 pair = truncate_pair(pair, 0)
             matched_params |= layer.as_parameters(zero_pad_pair(pair, rank))
         return matched_params
+
+
+def _quantized_error(weight: str) -> TaskError:
+    return TaskError(
+        f"the method adds an update to {weight}, which is quantized. Leave out quantize, or let the method keep its updates as "
+        "factors: base_updates = 'stacked' for flora and fedex_lora"
+    )
 
 
 def _normal(columns: int, generator: torch.Generator, rank: int) -> Tensor:

@@ -81,14 +81,20 @@ def has_half_precision(factors: Factors) -> bool:
 
 
 def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
-    """Build the parameters of the base with all of W: as factors where W is stored as factors, otherwise added to the weights."""
+    """Build the parameters of the base with all of W: as factors where W is stored as factors, otherwise added to the weights.
+
+    Where a weight cannot be changed, because it is quantized or not in memory, a matrix W becomes the factors I W or W I.
+    """
     factors: Factors = {}
     dense_updates: dict[str, Tensor] = {}
     lora = lora_of(model)
     for name, delta in deltas.items():
         layer = lora.layers[name]
         device = lora.find_device(layer)
-        if delta.matrix is not None:
+        if delta.matrix is not None and not lora.is_changeable(name):
+            pair = _factorize_by_identity(delta.matrix)
+            b, a = pair.b, pair.a
+        elif delta.matrix is not None:
             dense_updates[name] = delta.matrix.to(device, torch.promote_types(layer.dtype, torch.float32))
             # the layer's own adapter, if any, must add zero
             d, k = delta.shape
@@ -98,6 +104,12 @@ def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) 
             b, a = pair.b, pair.a
         factors[name] = Pair(b.to(device, layer.dtype), a.to(device, layer.dtype))
     return lora.insert_factors(factors, 1.0, moved_weights=lora.add_to_weights(dense_updates)) | rest
+
+
+def _factorize_by_identity(matrix: Tensor) -> Pair:
+    """Write a matrix ``[d, k]`` as factors ``[d, r]`` and ``[r, k]`` of rank r = min(d, k), one of them the identity."""
+    identity = torch.eye(min(matrix.shape), dtype=matrix.dtype, device=matrix.device)
+    return Pair(identity, matrix) if len(matrix) == len(identity) else Pair(matrix, identity)
 
 
 def factorize_residual(deltas: Mapping[str, Delta], rank: int, initial_factors: Factors) -> Factors:
