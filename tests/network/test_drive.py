@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedlowrank.cli.main import main
 from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
@@ -531,3 +532,12 @@ def test_a_run_over_a_network_that_is_opened_says_where_the_models_are(tmp_path:
     run_whole(small("fedavg", rounds=1), tmp_path)
     with pytest.raises(CheckpointError, match=r"was served over a network.*FOLDER/RUN/model.*clients/small"):
         open_run(tmp_path / "run", "")
+
+
+def test_a_run_of_the_engine_flower_that_is_opened_says_where_the_models_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_whole(small("fedavg", rounds=1, run={"engine": "flower"}), tmp_path)
+    for command in (["predict", "-o", str(tmp_path / "p.csv")], ["export", "--client", "0"]):
+        assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 1
+        assert ".clients/CLIENT/RUN/model" in "".join(capsys.readouterr().err.split())

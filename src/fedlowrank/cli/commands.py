@@ -398,7 +398,7 @@ def run_method(
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
     printed_remarks = set() if printed_remarks is None else printed_remarks
-    for remark in method.remarks(federation.task(experiment.run.rounds)):
+    for remark in method.list_remarks(federation.task(experiment.run.rounds)):
         if (line := f"{title}: {remark}") not in printed_remarks:
             printed_remarks.add(line)
             OUT.print(line, style="yellow")

@@ -242,7 +242,13 @@ class Run:
             {"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos
         ]
         return [
-            {**row, "cluster": i.cluster, "unseen": i.id in self.client_sampler.unseen, **hostile_flag}
+            {
+                **row,
+                "rank": self.method.client_rank(i),
+                "cluster": i.cluster,
+                "unseen": i.id in self.client_sampler.unseen,
+                **hostile_flag,
+            }
             for (row, i), hostile_flag in zip(rows, hostile_flags, strict=True)
         ]
 

@@ -20,6 +20,7 @@ from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you
 from ..core.learning.losses import AUTO, Loss
 from ..data.federation import Federation
 from ..engines import ENGINES
+from ..engines.engine import Engine
 from ..methods import METHODS
 from ..models.architecture import Architecture
 from ..models.fingerprint import describe_callable, describe_named
@@ -205,13 +206,18 @@ def reopen(
         CheckpointError: if the configuration or the data differ from those of the folder, or ``best`` holds another round
             than the best one.
     """
-    run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
+    run = Run(method, federation, settings, _make_engine(settings), Plan.read(folder))
     run_folder = RunFolder(folder, run_description(run, config), run.clients())
     check_changes(folder, read_config(folder), run_folder.config, run.method)
     run.restore(run_folder.load(run.new_store(), checkpoint_name))
     if checkpoint_name == "best":
         _check_best_round(folder, run.round)
     return run
+
+
+def _make_engine(settings: RunSettings) -> Engine:
+    # clients of a run over a network trained elsewhere; any engine opens its folder
+    return ENGINES.get(settings.engine, ENGINES["auto"])()
 
 
 def _check_best_round(folder: Path, round: int) -> None:
@@ -278,7 +284,7 @@ def _describe_loss(loss: Loss) -> dict[str, Any]:
 
 def _remarks(method: AnyMethod, federation: Federation, settings: RunSettings) -> list[str]:
     """List what a user should know about how data, models and method fit together."""
-    return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
+    return [*(federation.remarks or ()), *method.list_remarks(federation.task(settings.rounds))]
 
 
 def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:

@@ -156,6 +156,8 @@ def test_scales_and_ranks_of_single_layers_are_read(
         {"exclude_modules": ["v_proj"]},
         {"target_modules": r".*layers\.1\..*(q|v)_proj"},
         {"alpha_pattern": {"v_proj": 20}},
+        {"rank_pattern": {"v_proj": 1}},
+        {"rank_pattern": {"v_proj": 1, "layers.0.self_attn.q_proj": 5}, "alpha_pattern": {"q_proj": 2}},
         {"lora_dropout": 0.25},
     ],
     ids=str,

@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.learning.losses import Loss
-from ...methods.shared.lora_family import LoRATraining
 from ...results.client_numbers import ACCURACY, LOSS
 from ...results.records import RoundRecord
 from ...rounds.stored_settings import unwrap
@@ -115,10 +114,7 @@ def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
         max_rank: maximum rank of a layer of the model.
         default_rank: rank of the model's own factors, for methods that set no rank.
     """
-    training = getattr(unwrap(run.method), "training", None)
-    if not isinstance(training, LoRATraining):
-        training = LoRATraining()
-    return [min(training.find_set_rank(info) or default_rank, max_rank) for info in run.federation.infos]
+    return [min(run.method.client_rank(info) or default_rank, max_rank) for info in run.federation.infos]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:

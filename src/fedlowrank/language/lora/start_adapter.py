@@ -22,11 +22,12 @@ from .stored_adapter import LAYER_FIELDS, TOKEN_FIELD, StoredAdapter, find_layer
 _TOKEN_LAYER = ".token_adapter."
 """What PEFT appends to the name of a layer whose rows of tokens are trained."""
 
-_INHERITED_FIELDS = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
-_ALPHA_FIELDS = ("lora_alpha", "alpha_pattern")
+_INHERITED_FIELDS = ("r", "use_rslora", "lora_dropout", "modules_to_save")
+_RANK_FIELDS = ("rank_pattern", "lora_alpha", "alpha_pattern")
 """Fields that the section ``[lora]`` inherits from the adapter unless it sets them.
 
-α is inherited only together with the rank, and the fields that name layers only together with ``target_modules``.
+Ranks of single layers and α are inherited only together with the rank, and the fields that name layers only together with
+``target_modules``.
 """
 
 
@@ -36,14 +37,8 @@ def merge_start_fields(adapter: StoredAdapter, fields: Mapping[str, Any]) -> dic
     # PEFT adds these names to each adapter of a classification model, even if the base has no such modules
     saved_modules = [n for n in config.get("modules_to_save") or () if n not in HEAD_NAMES]
     config["modules_to_save"] = saved_modules or None
-    pattern: Mapping[str, int] = config.get("rank_pattern") or {}
-    if "r" not in fields and "rank_pattern" not in fields and max(pattern.values(), default=0) > config["r"]:
-        # keep only ranks above r: factors of a lower rank fit into layers of rank r
-        config["rank_pattern"] = {n: r for n, r in pattern.items() if r > config["r"]}
-    else:
-        config.pop("rank_pattern", None)
     # the scale is α divided by the rank
-    inherited_fields = [*_INHERITED_FIELDS, *(() if "r" in fields else _ALPHA_FIELDS)]
+    inherited_fields = [*_INHERITED_FIELDS, *(() if "r" in fields else _RANK_FIELDS)]
     inherited_fields += () if "target_modules" in fields else LAYER_FIELDS
     inherited_fields = [n for n in inherited_fields if config.get(n) is not None]
     return {n: config[n] for n in inherited_fields} | dict(fields)
