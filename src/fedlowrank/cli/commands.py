@@ -41,6 +41,7 @@ from ..report.figures.gallery import SHEET
 from ..report.figures.style import EMBEDDED_FONTS, Width
 from ..results.records import RoundRecord, RunRecord
 from ..rounds.outcome.export import write
+from ..rounds.setup.client_ranks import list_remarks
 from ..rounds.simulate import simulate
 from ..storage.run_files import ACCOUNT
 from ..storage.run_folder import RunFolder
@@ -398,7 +399,7 @@ def run_method(
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
     printed_remarks = set() if printed_remarks is None else printed_remarks
-    for remark in method.list_remarks(federation.task(experiment.run.rounds)):
+    for remark in list_remarks(method, federation.task(experiment.run.rounds)):
         if (line := f"{title}: {remark}") not in printed_remarks:
             printed_remarks.add(line)
             OUT.print(line, style="yellow")

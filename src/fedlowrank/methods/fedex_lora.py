@@ -38,7 +38,6 @@ from .shared.lora_clients import (
     build_client_model,
     build_factors_of_rank,
     describe_ranks,
-    find_client_rank,
     read_leaves,
     split_trained_leaves,
 )
@@ -101,7 +100,6 @@ class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
 
     remarks = describe_ranks
-    client_rank = find_client_rank
 
     def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors; no residual."""

@@ -48,7 +48,6 @@ from .shared.lora_clients import (
     build_client_model,
     collect_factors,
     describe_ranks,
-    find_client_rank,
     initial_rest,
     read_leaves,
     split_trained_leaves,
@@ -123,8 +122,6 @@ class FedHL(Method[ServerState, Params, Download, Message]):
 
     client_init = initial_rest
     contribution = collect_factors  # line 15: the factors of W_{t+1}^i
-
-    client_rank = find_client_rank
 
     def remarks(self, task: Task) -> list[str]:
         """Warn of ranks that are lowered, and of weights that ignore unequal example counts."""

@@ -23,7 +23,6 @@ from .shared.lora_clients import (
     build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
-    find_client_rank,
     initial_rest,
     model_with_factors,
     send_factors,
@@ -54,7 +53,6 @@ class FedIT(Method[MeanFactors, Params, Message, Message]):
         )
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     client_init = initial_rest
     download = send_factors
     local_update = train_factors

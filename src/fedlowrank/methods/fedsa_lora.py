@@ -27,7 +27,6 @@ from .shared.lora_clients import (
     build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
-    find_client_rank,
     send_factors,
     store_mean_factors,
 )
@@ -81,7 +80,6 @@ class FedSALoRA(Method[MeanFactors, ClientState, Message, Message]):
         )
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     download = send_factors
     contribution = average_factors
     server_update = store_mean_factors  # A = Σ n_i A_i / Σ n_i

@@ -27,7 +27,6 @@ from .shared.lora_clients import (
     build_factors_of_rank,
     describe_factor_update,
     describe_ranks,
-    find_client_rank,
     initial_rest,
     read_leaves,
     send_factors,
@@ -76,7 +75,6 @@ class FFALoRA(Method[MeanFactors, Params, Message, Message]):
         return MeanFactors(factors, self.training.read_initial_shared_rest(model))
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     client_init = initial_rest
     download = send_factors
     contribution = average_factors

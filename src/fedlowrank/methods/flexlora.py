@@ -31,7 +31,6 @@ from .shared.lora_clients import (
     collect_factors,
     describe_factor_update,
     describe_ranks,
-    find_client_rank,
     initial_rest,
     model_with_factors,
     train_factors,
@@ -90,7 +89,6 @@ class FlexLoRA(Method[ServerState, Params, Message, Message]):
         return self.training.pack_message(factors, server.rest)
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     client_init = initial_rest
     local_update = train_factors
     contribution = collect_factors

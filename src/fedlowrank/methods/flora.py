@@ -32,13 +32,7 @@ from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .shared.base_updates import Base, UpdateForm, UpdateHistory, weigh_factors
 from .shared.factor_training import train_leaves
-from .shared.lora_clients import (
-    CollectedFactors,
-    collect_factors,
-    describe_ranks,
-    find_client_rank,
-    split_trained_leaves,
-)
+from .shared.lora_clients import CollectedFactors, collect_factors, describe_ranks, split_trained_leaves
 from .shared.lora_family import (
     Leaves,
     LoRATraining,
@@ -92,7 +86,6 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     keep_refusal = "a client trains new factors in every round"
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     contribution = collect_factors
 
     def server_init(self, task: Task) -> ServerState:

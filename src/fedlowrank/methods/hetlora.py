@@ -48,13 +48,7 @@ from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import measure_product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .shared.factor_training import train_leaves
-from .shared.lora_clients import (
-    build_client_model,
-    describe_ranks,
-    find_client_rank,
-    initial_rest,
-    read_leaves,
-)
+from .shared.lora_clients import build_client_model, describe_ranks, initial_rest, read_leaves
 from .shared.lora_family import (
     Leaves,
     LoRATraining,
@@ -133,7 +127,6 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
             refuse_keep("optimizer", self.optimizer, self.title, reason)
 
     remarks = describe_ranks
-    client_rank = find_client_rank
     client_init = initial_rest
 
     def server_init(self, task: Task) -> ServerState:

@@ -40,6 +40,7 @@ from .plan import Plan
 from .round_results import Clock, RoundResults
 from .run_settings import RunSettings
 from .setup.averaged_statistics import average_statistics
+from .setup.client_ranks import find_client_rank
 from .setup.preparation import (
     apply_attack,
     check_classes,
@@ -244,7 +245,7 @@ class Run:
         return [
             {
                 **row,
-                "rank": self.method.client_rank(i),
+                "rank": find_client_rank(self.method, i),
                 "cluster": i.cluster,
                 "unseen": i.id in self.client_sampler.unseen,
                 **hostile_flag,

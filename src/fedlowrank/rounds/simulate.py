@@ -38,6 +38,7 @@ from .restore import restore_run
 from .round_loop import run_rounds
 from .run import Run
 from .run_settings import RunSettings
+from .setup.client_ranks import list_remarks
 from .setup.schedules import check_schedules
 from .stored_settings import unwrap
 
@@ -284,7 +285,7 @@ def _describe_loss(loss: Loss) -> dict[str, Any]:
 
 def _remarks(method: AnyMethod, federation: Federation, settings: RunSettings) -> list[str]:
     """List what a user should know about how data, models and method fit together."""
-    return [*(federation.remarks or ()), *method.list_remarks(federation.task(settings.rounds))]
+    return [*(federation.remarks or ()), *list_remarks(method, federation.task(settings.rounds))]
 
 
 def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:

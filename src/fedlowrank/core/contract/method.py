@@ -106,17 +106,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """List what a user should know about the settings on this task, such as a rank other than the one set."""
         return []
 
-    def list_remarks(self, task: Task) -> list[str]:
-        """List the :meth:`remarks`, and one if clients have ranks that the method does not read."""
-        remarks = self.remarks(task)
-        if any(c.rank for c in task.clients) and not any(self.client_rank(c) for c in task.clients):
-            remarks = [*remarks, "it does not read the ranks of clients: all train the factors of the model"]
-        return remarks
-
-    def client_rank(self, client: ClientInfo) -> int | None:
-        """Rank of a client's own LoRA factors under this method; None if all clients train those of the model."""
-        return None
-
     @property
     def main_pass(self) -> Pass:
         """The pass that ``batch_size`` and ``epochs`` or ``steps`` describe."""

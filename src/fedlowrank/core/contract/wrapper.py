@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..arguments.user_code import is_of_package
 from .method import AnyMethod, C, D, Method, S, U
-from .task import ClientInfo, Pass, Task
+from .task import Pass, Task
 
 # bounds and keep_refusal belong to the wrapper's own fields
 _DESCRIPTION = [
@@ -43,10 +43,6 @@ class MethodWrapper(Method[S, C, D, U]):
     def remarks(self, task: Task) -> list[str]:
         """See the base class."""
         return self.inner.remarks(task)
-
-    def client_rank(self, client: ClientInfo) -> int | None:
-        """See the base class."""
-        return self.inner.client_rank(client)
 
     def participants(self, sampled: list[int], available: list[int]) -> list[int]:
         """See the base class."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...core.learning.losses import Loss
 from ...results.client_numbers import ACCURACY, LOSS
 from ...results.records import RoundRecord
+from ...rounds.setup.client_ranks import find_client_rank
 from ...rounds.stored_settings import unwrap
 from ...storage.run_folder import versions
 
@@ -114,7 +115,9 @@ def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
         max_rank: maximum rank of a layer of the model.
         default_rank: rank of the model's own factors, for methods that set no rank.
     """
-    return [min(run.method.client_rank(info) or default_rank, max_rank) for info in run.federation.infos]
+    return [
+        min(find_client_rank(run.method, info) or default_rank, max_rank) for info in run.federation.infos
+    ]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:

@@ -80,11 +80,6 @@ def describe_ranks(method: TrainsFactors, task: Task) -> list[str]:
     return method.training.describe_ranks(task, method.title)
 
 
-def find_client_rank(method: TrainsFactors, client: ClientInfo) -> int | None:
-    """Rank that the client or the method sets; None for that of the model's own factors."""
-    return method.training.find_set_rank(client)
-
-
 def initial_rest(method: TrainsFactors, client: ClientInfo, task: Task) -> Params:
     """Initial values of the personal parameters that are trained whole."""
     return method.training.read_initial_personal_rest(task.model(client))
