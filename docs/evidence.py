@@ -1,7 +1,7 @@
 """Run the evidence experiments, keep their raw figures, and write the tables of the result pages from them.
 
     python docs/evidence.py run teacher-24 --jobs 2    # tune, test, and enter the figures, one method after another
-    python docs/evidence.py run teacher-24 --methods fedhl flora    # of these methods alone
+    python docs/evidence.py run teacher-24 --methods fedhl,flora    # of these methods alone
     python docs/evidence.py write                      # all tables again, from the committed figures alone
     python docs/evidence.py repeat teacher-24 fedhl    # one row again, beside its committed figures
 
@@ -10,21 +10,20 @@
 that was tried; ``NAME-clients.csv.gz`` and ``NAME-rounds.csv.gz``, the clients' last results and the rounds' costs; and
 ``NAME.json``, title, commit, machine and versions of each method. ``write`` replaces what stands between
 ``<!-- evidence NAME -->`` and ``<!-- end -->`` of the pages by tables of them. ``docs/results/evidence.toml`` says which page an
-experiment belongs to, its natural baseline, and the claims of the papers that it decides. A method that has figures is not run
-again, so that an experiment can be run in parts.
+experiment belongs to, its natural baseline, and the claims of the papers that it decides. A method that has figures, a line in
+``NAME.json``, is not run again, so that an experiment can be run in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
-from running import find_test_runs, keep_rows, keep_source, run_chosen, run_missing
+from running import find_test_runs, keep_figures, run_chosen, run_missing, split_numbers, split_words
 from tables.claims import claims_table, comparisons_tables, count_verdicts, papers, verdicts_table
 from tables.drawings import draw
 from tables.experiments import (
@@ -34,6 +33,7 @@ from tables.experiments import (
     RESULTS,
     ROOT,
     TRUNCATION,
+    has_figures,
     paste,
     read_figures,
     read_settings,
@@ -44,7 +44,6 @@ from tables.experiments import (
 from tables.horizons import choices_table, horizons_table
 
 from fedlowrank import load_rounds, load_runs
-from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.results.records import RunRecord
 from fedlowrank.results.scalars import list_scalars
 
@@ -67,8 +66,6 @@ def run(name: str, jobs: int, only: Sequence[str] = ()) -> None:
 
 def enter(name: str, method: str, out: Path) -> None:
     """Add the figures of a method's finished runs to those in ``docs/results/evidence``."""
-    FIGURES.mkdir(exist_ok=True)
-    file = EXPERIMENTS / f"{name}.toml"
     tests, diverged = find_test_runs(out)
     if not tests:
         sys.exit(f"{method} of {name} has no figures: all its {len(diverged)} test runs diverged")
@@ -82,12 +79,7 @@ def enter(name: str, method: str, out: Path) -> None:
         "-clients.csv.gz": last_of_clients(runs),
         "-rounds.csv.gz": costs_of_rounds(rounds),
     }
-    order = ExperimentConfig.read(file).compared_methods
-    for ending, figures in tables.items():
-        if len(figures):
-            keep_rows(FIGURES / f"{name}{ending}", figures, order)
-    # last, for a method that stands there has all its figures
-    keep_source(FIGURES / f"{name}.json", file, method, out)
+    keep_figures(EXPERIMENTS / f"{name}.toml", FIGURES, method, out, tables)
 
 
 def last_of_clients(runs: pd.DataFrame) -> pd.DataFrame:
@@ -179,10 +171,12 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         method: of the row.
         seeds: of its test seeds.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        run_chosen(EXPERIMENTS / f"{name}.toml", FIGURES, method, seeds, Path(folder))
-        again = _read_runs([path.parent for path in sorted(Path(folder).glob("*-s*/run.json"))])
-    print(compare_figures(read_figures(name), again).to_string(index=False))
+    out = run_chosen(EXPERIMENTS / f"{name}.toml", FIGURES, method, seeds, RUNS / "repeated")
+    tests, diverged = find_test_runs(out)
+    if tests:
+        print(compare_figures(read_figures(name), _read_runs(tests)).to_string(index=False))
+    for _, seed in diverged:
+        print(f"{method} of {name}, seed {seed}: diverged, unlike the committed run")
 
 
 def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFrame:
@@ -206,7 +200,7 @@ def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFram
 def write() -> None:
     """Replace the tables of all pages, and draw the figures."""
     for name, found in read_settings().items():
-        if (FIGURES / f"{name}.csv").exists():
+        if has_figures(name):
             text = table(name, found["baseline"], found.get("target"))
             if "truncation" in found:
                 text += f"\n\n{TRUNCATION}\n\n{truncation_table(name, found['truncation'])}"
@@ -233,13 +227,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     added = commands.add_parser("run")
     added.add_argument("names", nargs="+")
-    added.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="only these")
+    added.add_argument("--methods", type=split_words, default=[], help="only these, separated by commas")
     added.add_argument("--jobs", type=int, default=1)
     commands.add_parser("write")
     again = commands.add_parser("repeat")
     again.add_argument("name")
     again.add_argument("method")
-    again.add_argument("--seeds", type=int, nargs="+", default=[0])
+    again.add_argument("--seeds", type=split_numbers, default=[0], help="separated by commas (default: 0)")
     given = parser.parse_args()
     if given.command == "repeat":
         repeat(given.name, given.method, given.seeds)

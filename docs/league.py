@@ -1,22 +1,25 @@
 """The league: every method on the tasks of ``experiments/league`` with one budget of tuning, rounds and seeds.
 
     python docs/league.py run digits [--jobs 2]              # tune, test, keep the figures, one method after another
-    python docs/league.py run digits --methods floral ifca   # of these methods alone
+    python docs/league.py run digits --methods floral,ifca   # of these methods alone
     python docs/league.py add my_module:Mine digits mnist    # a method of your own in the same way, and its row among the others
-    python docs/league.py repeat digits floral               # one row again, beside its committed figures
+    python docs/league.py add my_module:Mine digits --set share=0.25 --force    # after a change of its code or fields
+    python docs/league.py repeat digits floral --seeds 0,1   # one row again, beside its committed figures
     python docs/league.py write                              # docs/league.md from the figures that are kept
 
 ``run`` leaves in ``docs/results/league`` the files ``TASK.csv`` (one row for each test run), ``TASK-tuning.csv`` (every setting
 that was tried) and ``TASK.json`` (title, commit, machine and versions for each method). A method is entered as soon as its runs
-are finished, and one that is entered is not run again; so a task can be run in parts. ``add`` writes nothing there.
+are finished, and one that is entered is not run again; so a task can be run in parts. ``add`` writes nothing there. The runs of
+``repeat`` stay in ``runs/league-repeated``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import sys
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +27,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from running import find_test_runs, keep_rows, keep_source, run_chosen, run_missing, tune
+from running import find_test_runs, keep_figures, run_chosen, run_missing, split_numbers, split_words, tune
 from scipy import stats
-from tables.experiments import describe_sources, paste, read_sources, table_row
+from tables.experiments import describe_sources, paste, read_kept, read_sources, refuse_repeated, table_row
 
+from fedlowrank.config.comparison import find_changes
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.tuning import plan_tuning
+from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.results.client_numbers import ACCURACY
 from fedlowrank.results.records import RunRecord
 
@@ -38,8 +44,8 @@ FIGURES = ROOT / "docs" / "results" / "league"
 RUNS = ROOT / "runs"
 PAGE = ROOT / "docs" / "league.md"
 ORDER = ("digits", "mnist", "cifar10", "femnist", "shakespeare", "agnews")
-DRAWS = 4000
-"""Draws of seeds with replacement, for the intervals of ranks."""
+MEASURES = ("accuracy", "worst", "bytes", "flops", "seconds")
+"""What :func:`read_runs` measures of a run that did not diverge."""
 
 
 def read_runs(out: Path) -> pd.DataFrame:
@@ -48,13 +54,15 @@ def read_runs(out: Path) -> pd.DataFrame:
     Returns:
         Columns method, seed, diverged; accuracy, the mean over clients of the test accuracy of each method's own (first)
         models in the last round; worst, the mean of the tenth of the clients with the lowest; bytes, both ways, flops of all
-        clients and CPU seconds of all rounds. A run that diverged has none of them.
+        clients and CPU seconds of all rounds. A run that diverged has no number in them.
     """
     folders, diverged = find_test_runs(out)
     rows = [measure_run(folder) for folder in folders]
     for method, seed in diverged:
         rows.append({"method": method, "seed": seed, "diverged": True})
-    return pd.DataFrame(rows).sort_values(["method", "seed"], ignore_index=True)
+    columns = ["method", "seed", "diverged", *MEASURES]
+    runs = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(MEASURES, float))
+    return runs.sort_values(["method", "seed"], ignore_index=True)
 
 
 def measure_run(folder: Path) -> dict[str, Any]:
@@ -83,14 +91,11 @@ def run(task: str, jobs: int, only: Sequence[str] = ()) -> None:
         jobs: runs at a time.
         only: methods to run, in this order; empty for all.
     """
-    file, order = TASKS / f"{task}.toml", ExperimentConfig.read(TASKS / f"{task}.toml").compared_methods
+    file = TASKS / f"{task}.toml"
 
     def keep(method: str, out: Path) -> None:
-        FIGURES.mkdir(exist_ok=True)
-        keep_rows(FIGURES / f"{task}.csv", read_runs(out), order)
         tried = pd.read_csv(out / "tuning.csv", dtype=str, keep_default_na=False)
-        keep_rows(FIGURES / f"{task}-tuning.csv", tried, order)
-        keep_source(FIGURES / f"{task}.json", file, method, out)
+        keep_figures(file, FIGURES, method, out, {".csv": read_runs(out), "-tuning.csv": tried})
 
     run_missing(file, FIGURES / f"{task}.json", RUNS / "league" / task, only, jobs, keep)
 
@@ -105,23 +110,22 @@ def repeat(task: str, method: str, seeds: Sequence[int]) -> pd.DataFrame:
 
     Returns:
         Columns method, seed, and what :func:`read_runs` gives of each run, the committed figure beside the one of this machine.
+        A run that diverged has True as diverged, and no numbers.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        run_chosen(TASKS / f"{task}.toml", FIGURES, method, seeds, Path(folder))
-        again = read_runs(Path(folder))
-    committed = pd.read_csv(FIGURES / f"{task}.csv")
+    again = read_runs(run_chosen(TASKS / f"{task}.toml", FIGURES, method, seeds, RUNS / "league-repeated"))
+    committed = read_kept(FIGURES, task)
     both = committed.merge(again, "right", ["method", "seed"], suffixes=("", " again"))
-    measures = [column for column in committed if column not in ("method", "seed", "diverged")]
-    return both[["method", "seed", *(f"{m}{end}" for m in measures for end in ("", " again"))]]
+    return both[["method", "seed", *(f"{m}{end}" for m in ("diverged", *MEASURES) for end in ("", " again"))]]
 
 
 # The table
 
 
 def rank_methods(rows: pd.DataFrame) -> pd.DataFrame:
-    """Ranks by mean accuracy, 1 for the best, with 95 % intervals over draws of seeds.
+    """Ranks by mean accuracy, 1 for the best, with 95 % intervals over draws of seeds with replacement.
 
-    A run that diverged counts as accuracy 0. Methods with equal means share the mean of their ranks.
+    Of n seeds there are n^n draws, 3125 of five; all of them count. A run that diverged counts as accuracy 0. Methods with equal
+    means share the mean of their ranks.
 
     Args:
         rows: of :func:`read_runs`.
@@ -130,9 +134,9 @@ def rank_methods(rows: pd.DataFrame) -> pd.DataFrame:
         Columns rank, low and high, by method.
     """
     table = rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
-    values, generator = table.to_numpy(), np.random.default_rng(0)
-    seeds = generator.integers(values.shape[1], size=(DRAWS, values.shape[1]))
-    drawn = np.array([stats.rankdata(-values[:, some].mean(1).round(5)) for some in seeds])
+    values = table.to_numpy()
+    draws = itertools.product(range(values.shape[1]), repeat=values.shape[1])
+    drawn = np.array([stats.rankdata(-values[:, some].mean(1).round(5)) for some in draws])
     low, high = np.quantile(drawn, [0.025, 0.975], axis=0, method="inverted_cdf")
     rank = stats.rankdata(-values.mean(1).round(5))
     return pd.DataFrame({"rank": rank, "low": low, "high": high}, index=table.index)
@@ -143,6 +147,7 @@ def chosen_settings(tuning: Path) -> dict[str, str]:
     tried = pd.read_csv(tuning)
     fields = list(tried.columns[tried.columns.get_loc("messages") + 1 :])
     found = {}
+    refuse_repeated(tuning, tried[tried["chosen"]], ("method", "chosen"))
     for method, own in tried.groupby("method", sort=False):
         (best,) = own[own["chosen"]][fields].to_dict("records")
         rates = own["optimizer.lr"]
@@ -194,8 +199,8 @@ def overall_table(tasks: dict[str, pd.DataFrame], titles: dict[str, str]) -> str
 
 def write() -> None:
     """Replace the tables of ``docs/league.md``."""
-    done = [task for task in ORDER if (FIGURES / f"{task}.csv").exists()]
-    tables = {task: pd.read_csv(FIGURES / f"{task}.csv") for task in done}
+    done = [task for task in ORDER if (FIGURES / f"{task}.json").exists()]
+    tables = {task: read_kept(FIGURES, task) for task in done}
     sources = {task: read_sources(FIGURES / f"{task}.json") for task in done}
     titles = {k: v["title"] for by_method in sources.values() for k, v in by_method.items()}
     experiments = {task: ExperimentConfig.read(TASKS / f"{task}.toml") for task in ORDER}
@@ -233,7 +238,7 @@ def write() -> None:
 # Adding a method
 
 
-def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) -> None:
+def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int, force: bool = False) -> None:
     """Run a method that is not in the league, and print the tables with its row.
 
     Args:
@@ -241,15 +246,19 @@ def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) 
         tasks: of the league; those that have figures.
         overrides: fields of the method, ``rank=4``.
         jobs: runs at a time.
+        force: whether to move older runs of the method aside and train anew, instead of going on with them.
     """
     for task in tasks:
-        if not (FIGURES / f"{task}.csv").exists():
+        if not (FIGURES / f"{task}.json").exists():
             sys.exit(
                 f"{task} has no figures; these have: {', '.join(p.stem for p in sorted(FIGURES.glob('*.json')))}"
             )
         out = RUNS / "league-own" / method.replace(":", "-") / task
-        tune(with_one_method(task, method, overrides), out, jobs)
-        rows = pd.concat([pd.read_csv(FIGURES / f"{task}.csv"), read_runs(out)], ignore_index=True)
+        tables = with_one_method(task, method, overrides)
+        if not force:
+            refuse_other_runs(tables, out)
+        tune(tables, out, jobs, *(["--force"] if force else []))
+        rows = pd.concat([read_kept(FIGURES, task), read_runs(out)], ignore_index=True)
         titles = {k: v["title"] for k, v in read_sources(FIGURES / f"{task}.json").items()} | {
             "own": f"**{method}**"
         }
@@ -257,12 +266,47 @@ def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) 
         print(f"{task}\n\n{task_table(rows, settings, titles)}\n")
 
 
+def refuse_other_runs(tables: dict[str, Any], out: Path) -> None:
+    """End with a message if the folder holds runs of another configuration, such as of older code of the method."""
+    # code is found from the working directory, and paths are those of the repository, as in the command that runs it
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with contextlib.chdir(ROOT):
+            settings = plan_tuning(ExperimentConfig.parse(tables), out)
+            changes = {run.folder: find_changes(run) for setting in settings for run in setting.runs}
+    except FedlowrankError as error:
+        sys.exit(f"error: {error.for_command}")
+    finally:
+        sys.path[:] = before
+    for folder, changed in changes.items():
+        if changed:
+            sys.exit(
+                f"{folder} holds a run of another configuration: {'; '.join(changed)}. Add --force to move the runs in {out} "
+                "aside and train anew, or set this back."
+            )
+
+
 def with_one_method(task: str, method: str, fields: Sequence[str]) -> dict[str, Any]:
-    """The tables of a task whose only method is this one, with the grid of methods without a parameter of their own."""
+    """The tables of a task whose only method is this one, with the task's six learning rates."""
     tables = ExperimentConfig.read(TASKS / f"{task}.toml").to_dict()
     tables["tune"].pop("methods", None)
-    own = {"method": method, "title": method, **tomllib.loads("\n".join(fields))}
+    own = {"method": method, "title": method, **parse_fields(fields)}
     return {**tables, "name": "league-own", "method": "own", "compare": ["own"], "methods": {"own": own}}
+
+
+def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
+    """The fields of a method, each ``FIELD=VALUE`` as in TOML; end with a message that names the option if one is not."""
+    # one by one, so that the message names the one; then together, for none may be set twice
+    for some in [*([field] for field in fields), fields]:
+        try:
+            parsed = tomllib.loads("\n".join(some))
+        except tomllib.TOMLDecodeError as error:
+            sys.exit(
+                f"--set {' --set '.join(some)}: {error}. A field is set once and as in TOML: --set share=0.25, and a word in "
+                "quotes: --set 'kind=\"cosine\"'"
+            )
+    return parsed
 
 
 def main() -> None:
@@ -276,23 +320,32 @@ def main() -> None:
         if name == "add":
             added.add_argument("method", help="module:Class, found from the working directory")
             added.add_argument(
-                "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the method, as in TOML"
+                "--set",
+                action="append",
+                default=[],
+                metavar="FIELD=VALUE",
+                help="a field of the method, as in TOML; may be repeated",
+            )
+            added.add_argument(
+                "--force", action="store_true", help="move its older runs aside instead of going on with them"
             )
         else:
-            added.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="only these")
+            added.add_argument(
+                "--methods", type=split_words, default=[], help="only these, separated by commas"
+            )
         added.add_argument("tasks", nargs="+", choices=ORDER)
         added.add_argument("--jobs", type=int, default=1)
     again = commands.add_parser("repeat")
     again.add_argument("task", choices=ORDER)
     again.add_argument("method")
-    again.add_argument("--seeds", type=int, nargs="+", default=[0])
+    again.add_argument("--seeds", type=split_numbers, default=[0], help="separated by commas (default: 0)")
     commands.add_parser("write")
     given = parser.parse_args()
     if given.command == "run":
         for task in given.tasks:
             run(task, given.jobs, given.methods)
     elif given.command == "add":
-        add(given.method, given.tasks, given.set, given.jobs)
+        add(given.method, given.tasks, given.set, given.jobs, given.force)
     elif given.command == "repeat":
         print(repeat(given.task, given.method, given.seeds).T.to_string(header=False))
     if given.command in ("run", "write"):

@@ -1,11 +1,15 @@
 """Running a tuned experiment method by method, and keeping the figures of each, for ``evidence.py`` and ``league.py``.
 
 A method is kept as soon as its runs are finished, and one that is kept is not run again; so an experiment can be run in parts.
-Of every method the file ``NAME.json`` says, in a line of its own, which commit, machine and versions its figures come from.
+Of every method the file ``NAME.json`` says, in a line of its own, which commit, machine and versions its figures come from. This
+line is written last: a method without it has no figures, whatever rows an interrupted command has left, and is run again.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import io
 import json
 import os
 import re
@@ -18,11 +22,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from filelock import FileLock
 from tables.experiments import read_sources, read_tried
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.merging import format_toml
 from fedlowrank.config.tuning import Setting, tuned_experiment
+from fedlowrank.core.io.atomic_files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +53,7 @@ def run_missing(
         )
     for method in only or methods:
         if method in read_sources(sources):
+            print(f"{method} of {file.stem} has figures and is not run again", flush=True)
             continue
         begin(runs / method)
         tune(select_method(file, method), runs / method, jobs)
@@ -62,12 +69,12 @@ def select_method(file: Path, method: str) -> dict[str, Any]:
     return {**tables, "method": method, "compare": [method]}
 
 
-def tune(tables: Mapping[str, Any], out: Path, jobs: int) -> None:
+def tune(tables: Mapping[str, Any], out: Path, jobs: int, *options: str) -> None:
     """Choose settings and test them with the command that everybody has."""
-    run_command("tune", format_toml(tables), "--jobs", str(jobs), "-o", str(out))
+    run_command("tune", format_toml(tables), "--jobs", str(jobs), "-o", str(out), *options)
 
 
-def run_chosen(file: Path, figures: Path, method: str, seeds: Sequence[int], out: Path) -> None:
+def run_chosen(file: Path, figures: Path, method: str, seeds: Sequence[int], runs: Path) -> Path:
     """Run a method again with the setting that was chosen for it.
 
     Args:
@@ -75,13 +82,16 @@ def run_chosen(file: Path, figures: Path, method: str, seeds: Sequence[int], out
         figures: folder with the figures of the experiment, ``NAME.csv`` and ``NAME-tuning.csv``.
         method: with figures.
         seeds: to run, which have figures.
-        out: folder of the runs.
+        runs: folder in which a new folder is made.
+
+    Returns:
+        The new folder, with the runs and their report. It is not removed.
     """
     name = file.stem
     if not (figures / f"{name}.csv").exists():
         sys.exit(f"{name} has no figures in {figures}")
-    tried = read_tried(figures / f"{name}-tuning.csv")
-    chosen = {row: values for row, is_chosen, values in tried if is_chosen}
+    tried, kept = read_tried(figures / f"{name}-tuning.csv"), read_sources(figures / f"{name}.json")
+    chosen = {row: values for row, is_chosen, values in tried if is_chosen and row in kept}
     if method not in chosen:
         sys.exit(f"{name} has no row {method!r}; it has {', '.join(chosen)}")
     own = pd.read_csv(figures / f"{name}.csv").query("method == @method")["seed"]
@@ -89,22 +99,43 @@ def run_chosen(file: Path, figures: Path, method: str, seeds: Sequence[int], out
         sys.exit(f"{method} of {name} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
     setting = Setting(method, {field: json.loads(value) for field, value in chosen[method].items()})
     text = tuned_experiment(ExperimentConfig.read(file), [setting]).to_toml()
+    runs.mkdir(parents=True, exist_ok=True)
+    out = Path(tempfile.mkdtemp(prefix=f"{name}-{method}-", dir=runs))
     run_command("compare", text, "-o", str(out), "--seeds", ",".join(map(str, seeds)))
+    return out
 
 
 def run_command(command: str, experiment: str, *options: str) -> None:
-    """Run a ``fedlowrank`` command on an experiment given as text, with the working directory on the module search path."""
+    """Run a ``fedlowrank`` command on an experiment given as text, with the working directory on the module search path.
+
+    If the command fails, this program ends with its exit status; the command has said why.
+    """
     paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "experiment.toml"
         file.write_text(experiment)
-        subprocess.run(
-            [sys.executable, "-m", "fedlowrank.cli.main", command, str(file), *options],
-            check=True,
-            cwd=ROOT,
-            env=environment,
-        )
+        words = [sys.executable, "-m", "fedlowrank.cli.main", command, str(file), *options]
+        if status := subprocess.run(words, check=False, cwd=ROOT, env=environment).returncode:
+            sys.exit(status)
+
+
+# Options of the commands
+
+
+def split_words(text: str) -> list[str]:
+    """The words of an option, separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def split_numbers(text: str) -> list[int]:
+    """The numbers of an option, separated by commas."""
+    try:
+        return [int(word) for word in split_words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"numbers are separated by commas, such as 0,1; this is {text!r}"
+        ) from None
 
 
 # Where figures come from
@@ -169,25 +200,55 @@ def find_test_runs(out: Path) -> tuple[list[Path], list[tuple[str, int]]]:
     return ended, [(method, int(seed)) for method, _, seed in parts]
 
 
-def keep_rows(file: Path, rows: pd.DataFrame, order: Sequence[str]) -> None:
-    """Add the rows of a method to a table of figures; the others stay as they are, as text.
+def keep_figures(
+    file: Path, figures: Path, method: str, out: Path, tables: Mapping[str, pd.DataFrame]
+) -> None:
+    """Enter the figures of a method, and then its line in ``NAME.json``.
+
+    Rows of the method that are there, of an interrupted command, are replaced. Several processes may keep methods of one
+    experiment at the same time.
+
+    Args:
+        file: of the experiment.
+        figures: folder of the files, made if it does not exist.
+        method: whose runs came to their end.
+        out: folder of its runs.
+        tables: the method's rows by the end of the file's name, ``-tuning.csv``; without rows, no file is made.
+    """
+    figures.mkdir(parents=True, exist_ok=True)
+    order = ExperimentConfig.read(file).compared_methods
+    # beside the runs of all methods, for a lock remains as an empty file
+    with FileLock(out.parent / "figures.lock"):
+        for ending, rows in tables.items():
+            keep_rows(figures / f"{file.stem}{ending}", method, rows, order)
+        # last, for a method that stands there has all its figures
+        keep_source(figures / f"{file.stem}.json", file, method, out)
+
+
+def keep_rows(file: Path, method: str, rows: pd.DataFrame, order: Sequence[str]) -> None:
+    """Replace the rows of a method in a table of figures; the others stay as they are, as text.
 
     Args:
         file: CSV, compressed if its name says so; it need not exist.
+        method: of the rows.
         rows: with a column method; a column that only one of both tables has is empty in the other.
         order: of methods in the file.
     """
     read: dict[str, Any] = {"dtype": str, "keep_default_na": False}
-    # with an old time of writing, equal figures are an equal file
-    compression: Any = {"method": "gzip", "mtime": 0} if file.suffix == ".gz" else None
-    write: dict[str, Any] = {"index": False, "lineterminator": "\n", "compression": compression}
+    tables = []
     if file.exists():
-        with tempfile.TemporaryFile("w+") as text:
-            rows.to_csv(text, float_format="%.6g", index=False)
-            text.seek(0)
-            rows = pd.concat([pd.read_csv(file, **read), pd.read_csv(text, **read)])
-    places = rows["method"].map({method: k for k, method in enumerate(order)})
-    rows.iloc[places.argsort(kind="stable")].to_csv(file, float_format="%.6g", **write)
+        there = pd.read_csv(file, **read)
+        tables.append(there[there["method"] != method])
+    if len(rows):
+        text = rows.to_csv(float_format="%.6g", index=False)
+        tables.append(pd.read_csv(io.StringIO(text), **read))
+    if not tables:
+        return
+    both = pd.concat(tables)
+    places = both["method"].map({name: k for k, name in enumerate(order)})
+    data = both.iloc[places.argsort(kind="stable")].to_csv(index=False, lineterminator="\n").encode()
+    # with an old time of writing, equal figures are an equal file
+    write_atomically(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
 
 
 def keep_source(sources: Path, file: Path, method: str, out: Path) -> None:
@@ -201,4 +262,4 @@ def keep_source(sources: Path, file: Path, method: str, out: Path) -> None:
     kept = read_sources(sources) | {method: own}
     ordered = [m for m in experiment.compared_methods if m in kept]
     lines = [f"{json.dumps(m)}: {json.dumps(kept[m], ensure_ascii=False)}" for m in ordered]
-    sources.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_atomically(sources, ("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import ALPHA, correct_holm
 from tables.experiments import (
@@ -27,6 +25,7 @@ from tables.experiments import (
     list_seeds,
     paired_differences,
     read_figures,
+    read_kept,
     read_settings,
     results_by_seed,
     running_costs,
@@ -161,7 +160,7 @@ def count_successes(case: dict[str, Any]) -> int:
     """
     name, method = case["experiment"], case["method"]
     if case["rate"] == "found":
-        rows = pd.read_csv(FIGURES / f"{name}-recovery.csv")
+        rows = read_kept(FIGURES, name, "-recovery.csv")
         return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum())
     figures = read_figures(name)
     cost = running_costs(figures)[case["rate"]]

@@ -15,8 +15,8 @@ import numpy as np
 from fedlowrank.report.statistics.significance import compare_over_seeds
 from tables.claims import Case, judge_claims, label_of
 from tables.experiments import (
-    FIGURES,
     RESULTS,
+    has_figures,
     last_results,
     list_experiments,
     list_methods,
@@ -294,5 +294,5 @@ def draw() -> None:
     draw_leads(RESULTS / "figures" / "fedhl-leads.svg")
     for page in ("pfedlora", "fedslr", "fedhl", "fedhl-horizons", "floral"):
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
-    if (FIGURES / "fedslr-mnist.csv").exists():
+    if has_figures("fedslr-mnist"):
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

@@ -35,10 +35,46 @@ RECOVERY = "Adjusted Rand index of the clients' largest shares against their tru
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
 
+def has_figures(name: str) -> bool:
+    """Whether an experiment has figures of any method."""
+    return bool(read_sources(FIGURES / f"{name}.json"))
+
+
 @cache
 def read_figures(name: str) -> pd.DataFrame:
     """The figures of an experiment, as :func:`summarize_runs` made them."""
-    return pd.read_csv(FIGURES / f"{name}.csv")
+    return read_kept(FIGURES, name, keys=("method", "seed", "series", "round"))
+
+
+def read_kept(
+    figures: Path, name: str, ending: str = ".csv", keys: Sequence[str] = ("method", "seed")
+) -> pd.DataFrame:
+    """A table of figures, of the methods that stand in ``NAME.json``.
+
+    Others have rows if keeping them was interrupted; they have no figures yet.
+
+    Args:
+        figures: folder of the files.
+        name: of the experiment.
+        ending: of the file's name.
+        keys: columns that name a row; two rows with the same are refused.
+    """
+    file = figures / f"{name}{ending}"
+    rows = pd.read_csv(file)
+    rows = rows[rows["method"].isin(read_sources(figures / f"{name}.json"))].reset_index(drop=True)
+    refuse_repeated(file, rows, keys)
+    return rows
+
+
+def refuse_repeated(file: Path, rows: pd.DataFrame, keys: Sequence[str]) -> None:
+    """End with a message if a table of figures has two rows for one thing, which would count twice."""
+    repeated = rows[rows.duplicated([*keys])]
+    if len(repeated):
+        which = ", ".join(f"{key} {repeated.iloc[0][key]}" for key in keys)
+        sys.exit(
+            f"{file} has more than one row of {which}. Remove the rows that are too many; or remove all rows of this method "
+            "here and its line in the .json file, and run it again."
+        )
 
 
 def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
@@ -193,7 +229,7 @@ def costs_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -
 
 def truncation_table(name: str, method: str) -> str:
     """r̂_i and p_i of a method by rank as Markdown, means over clients and seeds."""
-    rows = pd.read_csv(FIGURES / f"{name}-truncation.csv")
+    rows = read_kept(FIGURES, name, "-truncation.csv", ("method", "seed", "client"))
     means = (
         rows[rows["method"] == method]
         .groupby("rank")[["truncation", "weight"]]
@@ -208,7 +244,8 @@ def truncation_table(name: str, method: str) -> str:
 
 def recovery_table(name: str) -> str:
     """Adjusted Rand index of every run whose method has shares of clusters, and how many find them, as Markdown."""
-    rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
+    rows = read_kept(FIGURES, name, "-recovery.csv")
+    rows = rows.pivot(index="method", columns="seed", values="index")
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = read_titles(name)
     lines = [
@@ -241,7 +278,7 @@ def list_experiments(page: str) -> list[str]:
     own = [name for name, found in read_settings().items() if found["page"] == page]
     text = (RESULTS / page).read_text()
     own.sort(key=lambda name: text.find(f"<!-- evidence {name} -->"))
-    return [name for name in own if (FIGURES / f"{name}.csv").exists()]
+    return [name for name in own if has_figures(name)]
 
 
 def list_methods(name: str) -> list[str]:
@@ -270,7 +307,10 @@ def unit_of(name: str) -> tuple[float, int]:
 
 def read_sources(file: Path) -> dict[str, dict[str, Any]]:
     """Title, commit, machine and versions of each method that has figures, and how many of its test runs diverged, if any."""
-    return json.loads(file.read_text()) if file.exists() else {}
+    try:
+        return json.loads(file.read_text()) if file.exists() else {}
+    except json.JSONDecodeError as error:
+        sys.exit(f"{file} is no JSON: {error}. Was a line removed, and the comma before it left?")
 
 
 def read_titles(name: str) -> dict[str, str]:
@@ -296,6 +336,10 @@ def read_tried(tuning: Path) -> list[tuple[str, bool, dict[str, str]]]:
     """Every setting that was tried: its method, whether it was chosen, and the values as they stand in the file."""
     with tuning.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    keys = ("method", "chosen")
+    refuse_repeated(
+        tuning, pd.DataFrame([row for row in rows if row["chosen"] == "True"], columns=keys), keys
+    )
     fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
     return [(row["method"], row["chosen"] == "True", {f: row[f] for f in fields if row[f]}) for row in rows]
 

@@ -6,7 +6,7 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 from __future__ import annotations
 
 from fedlowrank.report.statistics.significance import Difference
-from tables.experiments import FIGURES, difference, format_difference, read_figures, table_row
+from tables.experiments import difference, format_difference, has_figures, read_figures, table_row
 
 TEACHERS = {"24-skew": "24, skewed", "8-skew": "8, skewed", "8-iid": "8, IID", "1-skew": "1, skewed"}
 HORIZONS = (10, 20, 60)
@@ -37,7 +37,7 @@ def choices_table() -> str:
     for teacher, title in TEACHERS.items():
         for end, rounds in ENDS.items():
             name = f"teacher-{teacher}-{end}"
-            if (FIGURES / f"{name}-own.csv").exists():
+            if has_figures(f"{name}-own"):
                 found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
                 lines.append(table_row([f"rank {title}, {rounds}", *found]))
     return "\n".join(lines) + (
@@ -48,7 +48,7 @@ def choices_table() -> str:
 
 def find_lead(name: str, against: str, series: str | None) -> Difference | None:
     """FedHL minus another method, see :func:`difference`; None if the experiment has no figures."""
-    if not (FIGURES / f"{name}.csv").exists():
+    if not has_figures(name):
         return None
     return difference(read_figures(name), "fedhl", against, series)
 

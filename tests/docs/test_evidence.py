@@ -86,9 +86,9 @@ def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path) -> None:
     runs["n"] = 10
 
     def keep() -> None:
-        running.keep_rows(tmp_path / "new-clients.csv.gz", evidence.last_of_clients(runs), ["m"])
+        running.keep_rows(tmp_path / "new-clients.csv.gz", "m", evidence.last_of_clients(runs), ["m"])
         costs = evidence.costs_of_rounds(rounds.assign(seconds_train=0.25))
-        running.keep_rows(tmp_path / "new-rounds.csv.gz", costs, ["m"])
+        running.keep_rows(tmp_path / "new-rounds.csv.gz", "m", costs, ["m"])
 
     keep()
     clients = pd.read_csv(tmp_path / "new-clients.csv.gz").set_index(["series", "client", "split"])
@@ -116,6 +116,28 @@ def test_a_repeated_run_is_compared_in_every_round() -> None:
     assert actual["seed"].tolist() == [7, 7]
     assert actual.loc["personal", ["committed", "again", "largest"]].tolist() == pytest.approx([0.7, 0.7, 0])
     assert actual.loc["server", ["committed", "again", "largest"]].tolist() == pytest.approx([0.3, 0.3, 0.05])
+
+
+def test_figures_with_a_run_twice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "FIGURES", tmp_path)
+    (tmp_path / "small.json").write_text('{"m": {}}')
+    file, once = tmp_path / "small.csv", evidence.summarize_runs(*rows())
+    once.to_csv(file, index=False)
+    assert len(tables.read_figures.__wrapped__("small")) == 4  # two rounds, two series
+    pd.concat([once, once]).to_csv(file, index=False)
+    with pytest.raises(SystemExit, match=r"small\.csv has more than one row of method m, seed 7, series "):
+        tables.read_figures.__wrapped__("small")
+
+
+def test_a_repeated_run_that_diverges_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m-s7").mkdir()
+    (tmp_path / "m-s7" / "run.json").write_text("{}")
+    (tmp_path / "m-s7" / "status.json").write_text('{"state": "diverged"}')
+    monkeypatch.setattr(evidence, "run_chosen", lambda *_: tmp_path)
+    evidence.repeat("small", "m", [7])
+    assert capsys.readouterr().out == "m of small, seed 7: diverged, unlike the committed run\n"
 
 
 def test_bytes_are_counted_until_the_target_is_reached() -> None:

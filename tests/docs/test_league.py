@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
+import math
 import re
+import shlex
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 league: Any = importlib.import_module("league")
 running: Any = importlib.import_module("running")
+evidence: Any = importlib.import_module("evidence")
 sys.path.pop(0)
 
 TUNES_FACTORS = {"fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "fedsa_lora", "fedex_lora"}
@@ -74,6 +79,24 @@ def test_ranks_by_hand() -> None:
     # of the four draws of two seeds: seed 0 twice has lost, best, other twin, twin; seed 1 twice has best, twin, other twin, lost
     assert ranks.loc["lost", ["low", "high"]].tolist() == [1, 4]
     assert ranks.loc["twin", ["low", "high"]].tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("task", DONE)
+def test_intervals_of_ranks_are_those_of_all_draws(task: str) -> None:
+    """Of five seeds there are 126 multisets; a multiset stands for as many draws as it has orders."""
+    rows = pd.read_csv(league.FIGURES / f"{task}.csv").assign(accuracy=lambda r: r["accuracy"].fillna(0.0))
+    table = rows.pivot(index="method", columns="seed", values="accuracy")
+    ranks, counts = [], []
+    for seeds in itertools.combinations_with_replacement(table.columns, len(table.columns)):
+        ranks.append(stats.rankdata(-sum(table[seed] for seed in seeds).div(5).round(5)))
+        repeated = [seeds.count(seed) for seed in set(seeds)]
+        counts.append(math.factorial(5) // math.prod(map(math.factorial, repeated)))
+    assert sum(counts) == 3125
+    actual = league.rank_methods(rows)
+    for place, method in enumerate(table.index):
+        drawn = sorted(np.repeat([row[place] for row in ranks], counts))
+        # at most 2.5 %, 78 draws, are below or above
+        assert actual.loc[method, ["low", "high"]].tolist() == [drawn[78], drawn[-79]], method
 
 
 @pytest.mark.parametrize("task", DONE)
@@ -152,6 +175,15 @@ def test_a_method_of_ones_own_gets_a_row(small_league: Path, capsys: pytest.Capt
     assert (rows["worst"] <= rows["accuracy"]).all()
     league.add("own_method:Slower", ["digits"], ["share=0.25"], 1)
     table = capsys.readouterr().out
+    # code is searched in the working directory alone
+    assert str(small_league) not in sys.path
+    with pytest.raises(SystemExit, match=r"share was 0\.25 and is 0\.75.* Add --force to move"):
+        league.add("own_method:Slower", ["digits"], ["share=0.75"], 1)
+    with pytest.raises(SystemExit, match=r"error: .*shrae"):
+        league.add("own_method:Slower", ["digits"], ["shrae=0.75"], 1)
+    assert capsys.readouterr().out == ""
+    league.add("own_method:Slower", ["digits"], ["share=0.75"], 1, force=True)
+    assert capsys.readouterr().out == table
     # the same training under another name: both have the accuracy of Standalone, and share the first rank
     (own,) = (line for line in table.splitlines() if "**own_method:Slower**" in line)
     (other,) = (line for line in table.splitlines() if "| Standalone |" in line)
@@ -168,6 +200,167 @@ def test_a_run_that_diverged_counts_as_one(tmp_path: Path) -> None:
         with pytest.raises(NonFiniteError) if lr > 1 else contextlib.nullcontext():
             simulate(method, federation, rounds=2, folder=tmp_path / f"fedavg-s{seed}")
     assert league.find_test_runs(tmp_path) == ([tmp_path / "fedavg-s0"], [("fedavg", 3)])
+
+
+def write_diverged_runs(out: Path) -> None:
+    """Two test runs of FedAvg that diverged, and the settings that were tried before."""
+    for seed in (0, 1):
+        (out / f"fedavg-s{seed}").mkdir(parents=True)
+        (out / f"fedavg-s{seed}" / "run.json").write_text('{"versions": {"torch": "2"}}')
+        (out / f"fedavg-s{seed}" / "status.json").write_text('{"state": "diverged"}')
+    (out / "source.json").write_text('{"commit": "abc", "machine": "here"}')
+    (out / "tuning.csv").write_text(
+        "method,chosen,messages,optimizer.lr\nfedavg,True,,0.1\nfedavg,False,,0.3\n"
+    )
+
+
+def test_a_task_whose_only_method_diverged_everywhere(
+    small_league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small_league / "tasks" / "digits.toml").write_text(
+        SMALL_TASK.format(compare='compare = ["fedavg", "ditto"]')
+    )
+    (small_league / "league.md").write_text("<!-- evidence league -->\n<!-- end -->\n")
+    monkeypatch.setattr(league, "ORDER", ("digits",))
+    monkeypatch.setattr(league, "PAGE", small_league / "league.md")
+    out = small_league / "runs" / "digits" / "fedavg"
+    write_diverged_runs(out)
+    tried = pd.read_csv(out / "tuning.csv", dtype=str, keep_default_na=False)
+    figures = {".csv": league.read_runs(out), "-tuning.csv": tried}
+    running.keep_figures(small_league / "tasks" / "digits.toml", league.FIGURES, "fedavg", out, figures)
+    league.write()
+    page = (small_league / "league.md").read_text()
+    assert "| 1 | 1–1 | FedAvg | diverged | – | – | – | – | 0.1* | 0 of 2 |" in page
+    assert "Not run yet: Ditto." in page
+
+
+def test_a_row_that_diverges_again_is_shown(small_league: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    league.FIGURES.mkdir()
+    head = "method,seed,diverged,accuracy,worst,bytes,flops,seconds"
+    (league.FIGURES / "digits.csv").write_text(f"{head}\nfedavg,0,True,,,,,\nfedavg,1,False,0.5,0.25,8,9,1\n")
+    (league.FIGURES / "digits.json").write_text('{"fedavg": {}}')
+    write_diverged_runs(small_league / "again")
+    monkeypatch.setattr(league, "run_chosen", lambda *_: small_league / "again")
+    rows = league.repeat("digits", "fedavg", [0, 1]).set_index("seed")
+    assert rows["diverged"].tolist() == [True, False]
+    assert rows["diverged again"].tolist() == [True, True]
+    assert rows["accuracy"].fillna(-1).tolist() == [-1, 0.5]
+    assert rows["accuracy again"].isna().all()
+
+
+# Commands
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What commands would do: names of functions with their arguments."""
+    calls: list[tuple[Any, ...]] = []
+    for script, name, result in (
+        (league, "run", None),
+        (league, "add", None),
+        (league, "write", None),
+        (league, "repeat", pd.DataFrame({"accuracy": [0.5]})),
+        (evidence, "run", None),
+        (evidence, "repeat", None),
+        (evidence, "write", None),
+    ):
+
+        def call(*given: Any, name: str = name, result: Any = result) -> Any:
+            calls.append((name, *given))
+            return result
+
+        monkeypatch.setattr(script, name, call)
+    return calls
+
+
+def start(script: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a command of a script, given as typed."""
+    monkeypatch.setattr(sys, "argv", [script.__name__, *shlex.split(words, comments=True)])
+    script.main()
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "expected"),
+    [
+        (league, "run --methods floral,ifca digits mnist", ("run", "digits", 1, ["floral", "ifca"])),
+        (league, "run digits --methods floral", ("run", "digits", 1, ["floral"])),
+        (league, "add --set share=0.25 --set rank=2 own:Slower digits",
+         ("add", "own:Slower", ["digits"], ["share=0.25", "rank=2"], 1, False)),
+        (league, "add own:Slower digits mnist --set share=0.25 --force",
+         ("add", "own:Slower", ["digits", "mnist"], ["share=0.25"], 1, True)),
+        (league, "repeat --seeds 0,1 digits floral", ("repeat", "digits", "floral", [0, 1])),
+        (evidence, "run --methods fedhl,flora teacher-24", ("run", "teacher-24", 1, ["fedhl", "flora"])),
+        (evidence, "repeat --seeds 3,4 teacher-24 fedhl", ("repeat", "teacher-24", "fedhl", [3, 4])),
+    ],
+)  # fmt: skip
+def test_options_may_stand_before_the_names(
+    script: Any,
+    words: str,
+    expected: tuple[Any, ...],
+    called: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start(script, words, monkeypatch)
+    assert called[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "texts"),
+    [
+        (league, [league.__doc__, league.PAGE.read_text()]),
+        (evidence, [evidence.__doc__, (ROOT / "docs" / "results" / "protocol.md").read_text()]),
+    ],
+    ids=["league", "evidence"],
+)
+def test_every_command_that_is_printed_can_be_typed(
+    script: Any, texts: list[str], called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = rf"python docs/{script.__name__}\.py ([^\n`]*)"
+    commands = [
+        words.replace("[", "").replace("]", "") for text in texts for words in re.findall(pattern, text)
+    ]
+    assert len(commands) > 5
+    for words in commands:
+        called.clear()
+        start(script, words, monkeypatch)
+        assert called[0][0] == words.split()[0]
+
+
+def test_seeds_that_are_no_numbers_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        start(league, "repeat digits floral --seeds all", monkeypatch)
+    assert "numbers are separated by commas, such as 0,1; this is 'all'" in capsys.readouterr().err
+
+
+def test_fields_of_an_own_method_are_read_as_toml() -> None:
+    fields = ["share=0.25", 'kind="a b"', "router.lr = 0.1", "router.steps=2"]
+    expected = {"share": 0.25, "kind": "a b", "router": {"lr": 0.1, "steps": 2}}
+    assert league.parse_fields(fields) == expected
+    assert league.parse_fields([]) == {}
+    with pytest.raises(SystemExit, match=r"^--set share=abc: .*a word in quotes"):
+        league.parse_fields(["rank=2", "share=abc"])
+    with pytest.raises(SystemExit, match=r"^--set rank=2 --set rank=3: .*set once"):
+        league.parse_fields(["rank=2", "rank=3"])
+
+
+def test_the_page_says_which_settings_are_tried() -> None:
+    tune = tomllib.loads((league.TASKS / "base.toml").read_text())["tune"]
+    for own in tune["methods"].values():
+        rates, values = own.values()
+        assert (next(iter(own)), rates, len(values)) == ("optimizer.lr", [0.1, 0.3, 1.0], 2)
+    six = tune["grid"]["optimizer.lr"]
+    text = tomllib.loads((league.TASKS / "agnews.toml").read_text())["tune"]["grid"]["optimizer.lr"]
+    assert (six[0], six[-1], text[0], text[-1]) == (0.01, 3.0, 3e-4, 0.1)
+    # with settings of their own, and not in the list
+    assert not {"fedala", "fedkd", "scaffold", "fednova", "local_adaptor"} & set(tune["methods"])
+    page = " ".join(league.PAGE.read_text().split("| column |")[0].split())
+    assert (
+        "under `tune.methods` in `experiments/league/base.toml` try three learning rates (0.1, 0.3 and 1), each with two values "
+        "of one setting of their own. All others try six learning rates (0.01 to 3; on `agnews` 3e-4 to 0.1), also where they "
+        "have settings of their own."
+    ) in page
 
 
 @pytest.mark.full

@@ -194,17 +194,23 @@ class TestSmolLM2:
 class TestHorizons:
     """The short tables of FedHL on teachers, from the raw figures by numpy."""
 
-    def difference(self, experiment, against, series):
-        """The cell of FedHL minus another method; empty without figures."""
+    def leads(self, experiment, against, series):
+        """FedHL minus another method in points, of each seed; empty without figures."""
         file = RESULTS / "evidence" / f"{experiment}.csv"
         if not file.exists():
-            return ""
+            return []
         last = {}
         with file.open(newline="") as lines:
             for row in csv.DictReader(lines):
                 if row["series"] == series:
                     last[row["method"], int(row["seed"])] = 100 * float(row["test"])
-        values = [last["fedhl", s] - last[against, s] for s in range(20)]
+        return [last["fedhl", s] - last[against, s] for s in range(20)]
+
+    def difference(self, experiment, against, series):
+        """The cell of FedHL minus another method; empty without figures."""
+        values = self.leads(experiment, against, series)
+        if not values:
+            return ""
         mean, half = np.mean(values), half_width(values)
         return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]".replace("-", "−")
 
@@ -216,6 +222,21 @@ class TestHorizons:
             for end, cell in zip(head[1:], row[1:], strict=True):
                 name = f"teacher-{teacher}-{end.replace(' rounds', '').replace(', ', '-')}"
                 assert cell == self.difference(name, "flexlora", "server"), name
+
+    def test_the_leads_in_short_are_rounded_once(self):
+        """From the raw figures: a lead of 30.458 points is 30, and not 30.5 and then 31."""
+        ends = {}
+        for teacher in ("24-skew", "8-iid", "1-skew"):
+            names = [f"teacher-{teacher}-{end}{rate}" for end in (10, 20, 60) for rate in ("", "-cosine")]
+            means = [np.mean(v) for name in names if (v := self.leads(name, "flexlora", "server"))]
+            ends[teacher] = sorted(round(abs(mean)) for mean in means)
+            assert len({mean > 0 for mean in means}) == 1
+        low, high = ({teacher: leads[k] for teacher, leads in ends.items()} for k in (0, -1))
+        assert (
+            f"IID the lead is {low['8-iid']} to {high['8-iid']} points. With rank 24 the lead is {low['24-skew']} to "
+            f"{high['24-skew']} points at all horizons; with rank 1, where no client lacks anything, FedHL is {low['1-skew']} to "
+            f"{high['1-skew']} points behind."
+        ) in page("fedhl")
 
     def test_the_lead_of_own_models_by_who_chose(self):
         head, rows = next(table for table in tables("fedhl-horizons") if table[0][0] == "teacher")
@@ -229,6 +250,23 @@ class TestHorizons:
                 for n in (name, f"{name}-own")
             ]
             assert row[1:] == expected, name
+
+
+def test_the_protocol_names_the_experiments_with_results_of_single_clients():
+    variations = re.search(
+        r"or `teacher-8-iid-ROUNDS`, with ((?:`-\w+`,? ?(?:or )?)+)for a variation", page("protocol")
+    )
+    assert variations is not None
+    endings = "|".join(re.findall(r"-\w+", variations[1]))
+    for kind in ("clients", "rounds"):
+        names = {
+            path.name.removesuffix(f"-{kind}.csv.gz")
+            for path in (RESULTS / "evidence").glob(f"*-{kind}.csv.gz")
+        }
+        horizons = names - {"pfedlora-control"}
+        assert len(horizons) == len(names) - 1
+        others = [n for n in horizons if not re.fullmatch(rf"teacher-(\d+-skew|8-iid)-\d+({endings})*", n)]
+        assert others == []
 
 
 @pytest.mark.parametrize("name", PAGES)
