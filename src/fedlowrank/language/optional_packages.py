@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ def import_library(module: str, purpose: str, install: str = "'fedlowrank[langua
     Raises:
         DataError: if the package is not installed.
     """
+    # transformers and PEFT import bitsandbytes where it is installed; on a CPU it warns that a faster kernel is missing
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module(module)
     except ImportError as error:
