@@ -184,11 +184,10 @@ def _write_models(run: Run, folder: RunFolder) -> None:
     """Write the current models to ``adapters/round-NNNN``, in the format that other tools read.
 
     Raises:
-        CheckpointError: if the models are no language models, or if the folder cannot be written.
+        CheckpointError: if the folder cannot be written.
     """
     companion = run.federation.companion
-    if companion is None:
-        raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
+    assert companion is not None, "simulate refuses run.adapters without a language model"
     with as_checkpoint_error(f"cannot write {folder.path / 'adapters'}"):
         companion.write(run, folder.path / "adapters" / f"round-{run.round:04d}")
 

@@ -135,6 +135,12 @@ def simulate(
         )
     callbacks = [*settings_callbacks(run_settings), *as_callbacks(on_round)]
     refuse_without_validation(callbacks, federation)
+    if run_settings.adapters and federation.companion is None:
+        raise ConfigError("run.adapters: only language models have adapter folders; leave it empty")
+    if run_settings.adapters and folder is None:
+        raise ConfigError(
+            "run.adapters writes to the run's folder: pass folder=..., or leave run.adapters out"
+        )
     if run_settings.keep_best:
         _check_keep_best(federation, folder)
     check_loggers(run_settings.log, None if folder is None else Path(folder))
