@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ..core.contract import Model
 from ..core.tree import Params
 from .lora.lora_factors import lora_of
@@ -13,7 +15,7 @@ def full_state_dict(model: Model, params: Params) -> Params:
     Frozen tensors are not copied: every client's state dict has the module's own. LoRA factors get the ranks of the
     module's own factors, see :meth:`fedlowrank.adapters.lora.lora_factors.LoRA.match_module_ranks`.
     """
-    state: Params = dict(model.module.state_dict())
+    state = _read_state(model.module)
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):
         params = lora_of(model).match_module_ranks(params, state)
     state |= params
@@ -23,4 +25,14 @@ def full_state_dict(model: Model, params: Params) -> Params:
         first_name = first_names.setdefault(id(parameter), name)
         if first_name in params and name in state:
             state[name] = params[first_name]
+    return state
+
+
+def _read_state(module: nn.Module) -> Params:
+    """Read the state of a module as it can be loaded: without what bitsandbytes adds of its layers, which they refuse."""
+    state: Params = dict(module.state_dict())
+    for name, layer in module.named_modules():
+        if type(layer).__module__.startswith("bitsandbytes."):
+            own_names = {f"{name}.{n}" for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
+            state = {n: t for n, t in state.items() if n in own_names or not n.startswith(f"{name}.")}
     return state

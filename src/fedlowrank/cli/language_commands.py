@@ -109,10 +109,12 @@ def open_language_run(folder: Path, best: bool, allow_code: bool, in_memory: boo
         folder: folder of the run.
         best: whether to open the round with the best validation.
         allow_code: whether to import the Python code that the stored configuration names.
-        in_memory: whether the base is in memory also if the run has a device map, to be merged with updates.
+        in_memory: whether the base is in memory and dense also if the run has a device map or quantizes it, to be merged with
+            updates.
     """
     python = "use fedlowrank.cli.language_commands.scores, or federation.companion.write(run, folder)"
-    return open_run(folder, python, best, allow_code, {"device_map": NO_MAP} if in_memory else None)
+    dense_in_memory = {"device_map": NO_MAP, "quantize": "none"}
+    return open_run(folder, python, best, allow_code, dense_in_memory if in_memory else None)
 
 
 def default_model(run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -123,7 +124,7 @@ class Architecture:
             # on one device, to which a copy may be moved
             self.initial = {n: p.cpu() for n, p in self.initial.items()}
         self.complex = complex_names(module)
-        self.parameter_count = sum(as_real(p.detach()).numel() for p in module.parameters())
+        self.parameter_count = sum(map(_count_entries, module.parameters()))
         self.autocast: torch.dtype | None = None
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self.pass_trainer: Any = None
@@ -493,8 +494,14 @@ class Architecture:
         parameters by their own rules, and all other parameters stay unchanged.
 
         Raises:
-            TaskError: if accelerate has placed the layers of the module, which cannot be copied then.
+            TaskError: if accelerate has placed the layers of the module, which cannot be copied then, or weights are
+                quantized.
         """
+        if any(not (p.is_floating_point() or p.is_complex()) for p in self.module.parameters()):
+            raise TaskError(
+                f"model {self.name}: the method draws several models, and the weights of this one are quantized, so that they "
+                "cannot be drawn. Leave language.quantize out, or choose another method"
+            )
         if is_placed(self.module):
             raise TaskError(
                 f"model {self.name}: the method draws several models, and language.device_map has placed the layers of this one, "
@@ -654,6 +661,12 @@ class Architecture:
         """Keep evaluation mode outside of training passes, whatever mode the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
             self.set_training(False)
+
+
+def _count_entries(parameter: Tensor) -> int:
+    """Number of entries of a parameter; of a weight that bitsandbytes packs those before it was packed."""
+    packed = getattr(parameter, "quant_state", None)
+    return as_real(parameter.detach()).numel() if packed is None else int(math.prod(packed.shape))
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:

@@ -194,7 +194,12 @@ class LoRA:
                 continue
             pair, rank = layer.read_pair(params), module_params[layer.a].shape[0]
             if pair.rank > rank:
-                self.check_changeable([name])
+                if not self.is_changeable(name):
+                    raise TaskError(
+                        f"the update of {layer.weight} has rank {pair.rank}, above the rank {rank} of the module's factors, and "
+                        "cannot be added to the weight, which is quantized or not in memory. `fedlowrank adapters` writes "
+                        "the model"
+                    )
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
                 matched_params[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)

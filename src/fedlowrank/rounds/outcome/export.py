@@ -131,6 +131,10 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel
         client_buffers = {n: t for n, t in model.model.inference_params(weights).items() if n not in weights}
         return model.model, ({**first_part, **client_buffers}, *other_parts)
     params = single_model(run, info, model)
+    if any(not (p.is_floating_point() or p.is_complex()) for p in model.model.module.parameters()):
+        raise ConfigError(
+            "the weights of the base are quantized, so they cannot be exported; write adapters instead"
+        )
     # includes the frozen tensors, and factors of the ranks that the module's layers have
     state = full_state_dict(model.model, params)
     return model.model, (canonical({n: as_real(t) for n, t in state.items()}),)
