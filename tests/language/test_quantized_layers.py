@@ -157,7 +157,7 @@ def test_a_layer_without_its_gradient_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_message_of_each_call_is_written_once(library: Any, caplog: pytest.LogCaptureFixture) -> None:
     import transformers
 
-    make_quantization(transformers, "8bit", "auto")
+    make_quantization(transformers, "8bit", torch.float32)
     logger = logging.getLogger("bitsandbytes.autograd._functions")
     for text in ("inputs will be cast", "another", "inputs will be cast"):
         logger.warning(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,21 @@ from .device_map import (
     check_embedding,
     check_module_names,
     make_placement,
+    quantized_placement_error,
     remove_offload_folder_with,
 )
 from .lora.new_tokens import add_tokens, check_new_tokens
 from .objectives.text_embeddings import return_hidden_states
 from .optional_packages import import_library, silence_library
-from .quantized_layers import keep_gradients, make_quantization
+from .quantized_layers import (
+    StoredQuantization,
+    find_stored_quantization,
+    keep_gradients,
+    keep_training_arithmetic,
+    make_quantization,
+    prepare_bitsandbytes,
+    refuse_quantized_parts,
+)
 
 HEAD_NAMES = ("classifier", "score")
 """Names of modules that PEFT treats as the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
@@ -53,7 +63,8 @@ class LanguageBase(CheckedFields):
             model without a head, whose last hidden states are averaged over the tokens of a text.
         dtype: dtype of the weights in memory; auto takes the dtype of the files.
         quantize: quantization of the weights by bitsandbytes: 4bit (NF4), 8bit, or None. Needs ``pip install
-            'fedlowrank[quantize]'``.
+            'fedlowrank[quantize]'``. 4-bit layers compute in ``dtype``; for auto in the dtype that the model's
+            ``config.json`` names, float32 if it names none. Files that are quantized already keep their quantization.
         attention: implementation of attention. auto: the default of transformers; or eager, sdpa, flash_attention_2. For
             short texts on a CPU, training by eager is several times faster than by sdpa, whose fused backward pass
             works in long blocks.
@@ -86,7 +97,13 @@ class LanguageBase(CheckedFields):
     offload_folder: str | None = None
 
     def __post_init__(self) -> None:
-        check_device_map(self.device_map, self.max_memory, self.offload_folder, self.new_tokens)
+        check_device_map(
+            self.device_map,
+            self.max_memory,
+            self.offload_folder,
+            self.new_tokens,
+            is_quantized=self.quantize is not None,
+        )
         check_new_tokens(self.new_tokens)
         if self.quantize not in (None, "4bit", "8bit"):
             raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
@@ -145,8 +162,9 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         key: source of randomness for new weights.
 
     Raises:
-        ConfigError: if the classes do not fit the task, bitsandbytes is missing or its layers pass no gradient, a token of a
-            causal model attends to later tokens, or the model is an encoder with a decoder.
+        ConfigError: if the classes do not fit the task, bitsandbytes is missing or its layers pass no gradient, the files are
+            quantized in another way, a part that is trained whole is quantized, quantized layers would be loaded for
+            each call, a token of a causal model attends to later tokens, or the model is an encoder with a decoder.
         DataError: if transformers is missing, no model can be loaded from the path, weights of a causal model are
             missing in the files, or its tokenizer has no token for padding.
     """
@@ -163,20 +181,19 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     if base.revision is not None:
         settings["revision"] = base.revision
     model_settings: dict[str, Any] = {"dtype": base.dtype}
-    if base.quantize is not None:
-        model_settings["quantization_config"] = make_quantization(library, base.quantize, base.dtype)
     if base.device_map is not None:
         model_settings |= make_placement(base.device_map, base.max_memory, base.offload_folder)
     if base.attention != "auto":
         model_settings["attn_implementation"] = base.attention
+    class_settings: dict[str, Any] = {}
     if classes:
-        model_settings |= {
+        class_settings = {
             "num_labels": len(classes),
             "id2label": dict(enumerate(classes)),
             "label2id": {name: i for i, name in enumerate(classes)},
-            # a head with another number of classes is replaced; a note says so
-            "ignore_mismatched_sizes": True,
         }
+        # a head with another number of classes is replaced; a note says so
+        model_settings["ignore_mismatched_sizes"] = True
     auto_class = {
         "causal": library.AutoModelForCausalLM,
         "classification": library.AutoModelForSequenceClassification,
@@ -188,20 +205,26 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     def load_model() -> nn.Module:
         module: nn.Module
         module, info = auto_class.from_pretrained(
-            source, output_loading_info=True, **model_settings, **settings
+            source, config=config, output_loading_info=True, **model_settings, **settings
         )
         loading_info.update(info)
         return module
 
     try:
         with silence_library(library):
-            _refuse_encoder_decoder(library.AutoConfig.from_pretrained(source, **settings), base)
+            config = library.AutoConfig.from_pretrained(source, **class_settings, **settings)
+            _refuse_encoder_decoder(config, base)
+            stored = find_stored_quantization(config)
+            model_settings |= _choose_quantization(library, auto_class, config, base, stored)
             tokenizer = library.AutoTokenizer.from_pretrained(source, **settings)
             model: Any = build_module(load_model, key)
     except ConfigError:
         raise
     # The folder may hold files of any kind, and the parsers of many libraries raise exceptions of any class.
     except Exception as error:
+        # an option of transformers, named where it refuses quantized layers that it would load for each call
+        if "llm_int8_enable_fp32_cpu_offload" in str(error):
+            raise quantized_placement_error() from error
         raise DataError(
             f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: "
             f"{error}"
@@ -210,18 +233,22 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         {*loading_info["missing_keys"], *(str(row[0]) for row in loading_info["mismatched_keys"])}
     )
     head, notes = _find_new_parts(model, base, new_weights)
+    refuse_quantized_parts(model, head)
+    if stored is not None:
+        notes.append(stored.describe())
     token_ids = add_tokens(model, tokenizer, base.new_tokens) if base.new_tokens else ()
     notes += _ensure_padding_token(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
     # before the model computes anything
+    keep_training_arithmetic(model)
     keep_gradients(model)
     check_embedding(model)
     check_module_names(model, base.device_map)
     remove_offload_folder_with(model, model_settings)
     if base.task == "causal":
         notes += _compare_end_tokens(model, tokenizer, base)
-        _check_causal(model, base)
+        _check_causal(model, base, is_quantized=base.quantize is not None or stored is not None)
     if base.task == "embedding":
         return_hidden_states(model)
     if base.gradient_checkpointing:
@@ -336,13 +363,53 @@ def _find_source(base: LanguageBase) -> tuple[str, bool]:
     return base.path, base.offline
 
 
+def _choose_quantization(
+    library: Any, auto_class: Any, config: Any, base: LanguageBase, stored: StoredQuantization | None
+) -> dict[str, Any]:
+    """Choose the arguments of ``from_pretrained`` for quantization, and keep the parts that are trained whole out of it.
+
+    Raises:
+        ConfigError: if the files are quantized in another way than the settings ask for, or bitsandbytes is missing.
+    """
+    if stored is not None and base.quantize not in (None, stored.kind):
+        raise ConfigError(
+            f"language.quantize is {base.quantize!r}, but the files of {base.path!r} hold weights that are quantized already "
+            f"({stored.kind}), which cannot be quantized anew. Leave quantize out, or name the model in float32 or bfloat16"
+        )
+    skipped = None
+    if base.has_head and (stored is not None or base.quantize is not None):
+        skipped = _find_head(build_module(lambda: _build_without_weights(auto_class, config), Key((0,))))
+    if stored is not None and stored.is_of_bitsandbytes:
+        prepare_bitsandbytes(f"the base {base.path!r}, whose files hold {stored.kind} weights,")
+        if skipped is not None:
+            stored.skip(skipped)
+    if stored is not None or base.quantize is None:
+        return {}
+    if base.task == "embedding":
+        # the files may lack it, and hidden states do not depend on it
+        skipped = ["pooler"]
+    dtype = getattr(config, "dtype", None) or torch.float32 if base.dtype == "auto" else base.dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return {"quantization_config": make_quantization(library, base.quantize, dtype, skipped)}
+
+
+def _build_without_weights(auto_class: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = auto_class.from_config(copy.deepcopy(config))
+    return module
+
+
+def _find_head(model: Any) -> list[str]:
+    """Find the modules with weights outside of the body, which are the head of a classification model."""
+    children = [name for name, child in model.named_children() if list(child.parameters())]
+    return [name for name in children if name != model.base_model_prefix]
+
+
 def _find_new_parts(
     model: Any, base: LanguageBase, new_weights: list[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Find the modules to train whole, and write notes on weights that are missing in the files."""
-    # the head of a classification model is every module with weights outside of the body
-    children = [name for name, child in model.named_children() if list(child.parameters())]
-    head = [n for n in children if n != model.base_model_prefix] if base.has_head else []
+    head = _find_head(model) if base.has_head else []
     head_weights = [n for n in new_weights if n.split(".")[0] in head]
     body_weights = [n for n in new_weights if n not in head_weights]
     if base.task == "embedding":
@@ -409,7 +476,7 @@ def _refuse_encoder_decoder(config: Any, base: LanguageBase) -> None:
         )
 
 
-def _check_causal(model: Any, base: LanguageBase) -> None:
+def _check_causal(model: Any, base: LanguageBase, *, is_quantized: bool) -> None:
     """Raise ConfigError if a model's logits depend on later tokens, such as those of a BERT encoder."""
     embedding = model.get_input_embeddings()
     ids = (torch.arange(1, 9, device=embedding.weight.device) % embedding.num_embeddings)[None]
@@ -420,7 +487,7 @@ def _check_causal(model: Any, base: LanguageBase) -> None:
             for x in (ids, changed_ids)
         )
     # only rounding may differ: a batch of an expert, or the outlier columns of 8-bit weights, depend on all tokens
-    tolerance = 0.05 if base.quantize else 1e-5 if model.dtype == torch.float32 else 0.01
+    tolerance = 0.05 if is_quantized else 1e-5 if model.dtype == torch.float32 else 0.01
     if (scores - changed_scores).abs().max() > tolerance * scores.abs().max():
         raise ConfigError(
             f"language.path: in the {type(model).__name__} of {base.path!r} a token sees those that follow it, so it would "

@@ -32,11 +32,13 @@ def check_device_map(
     max_memory: Mapping[str, Any] | None,
     offload_folder: str | None,
     new_tokens: tuple[str, ...],
+    is_quantized: bool = False,
 ) -> None:
     """Check the settings of a placement.
 
     Raises:
-        ConfigError: if a name is unknown, a setting has no effect, or the embedding would have to be changed.
+        ConfigError: if a name is unknown, a setting has no effect, the embedding would have to be changed, or quantized
+            layers would be loaded for each call.
     """
     if device_map is None:
         for name, value in (("max_memory", max_memory), ("offload_folder", offload_folder)):
@@ -50,6 +52,8 @@ def check_device_map(
         )
     if not isinstance(device_map, str):
         _check_names(device_map)
+        if is_quantized and _is_partly_loaded(device_map):
+            raise quantized_placement_error()
     if max_memory is not None and not isinstance(device_map, str):
         raise ConfigError(
             "language.max_memory is for a device_map that accelerate chooses; leave it out beside a table"
@@ -58,6 +62,20 @@ def check_device_map(
         raise ConfigError(
             "language.new_tokens changes the embedding in memory; leave language.device_map out"
         )
+
+
+def _is_partly_loaded(device_map: Mapping[str, Any]) -> bool:
+    """Whether a table puts layers on the disk, or in the CPU's memory beside another device."""
+    devices = set(map(str, device_map.values()))
+    return bool({"cpu", "disk"} & devices) and devices != {"cpu"}
+
+
+def quantized_placement_error() -> ConfigError:
+    """Make the error for quantized layers that would be loaded for each call."""
+    return ConfigError(
+        "language.device_map: quantized layers cannot be on the disk, or in the CPU's memory beside a GPU. Leave out quantize, "
+        "or place all layers on GPUs or all on the CPU, by a table or by a larger language.max_memory"
+    )
 
 
 def make_placement(
