@@ -113,11 +113,13 @@ def draw_downlink(name: str, path: Path) -> None:
 def draw_page(page: str, path: Path) -> None:
     """Test accuracy of every method with its interval, a panel for each experiment of a page.
 
+    Experiments that are tuned again by the clients' own models, ``-own``, have no panel.
+
     Args:
         page: name of a page, ``fedhl.md``.
         path: of the SVG.
     """
-    names = [name for name in list_experiments(page) if unit_of(name)[0] == 100.0]
+    names = [n for n in list_experiments(page) if unit_of(n)[0] == 100.0 and not n.endswith("-own")]
     titles = {name: read_titles(name) for name in names}
     rows = [names[i : i + 2] for i in range(0, len(names), 2)]
     heights = [0.9 + 0.2 * max(len(titles[name]) for name in row) for row in rows]
