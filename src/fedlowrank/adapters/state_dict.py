@@ -6,6 +6,7 @@ from torch import nn
 
 from ..core.contract import Model
 from ..core.tree import Params
+from ..models.packed_weights import is_of_bitsandbytes
 from .lora.lora_factors import lora_of
 
 
@@ -31,8 +32,8 @@ def full_state_dict(model: Model, params: Params) -> Params:
 def _read_state(module: nn.Module) -> Params:
     """Read the state of a module as it can be loaded: without what bitsandbytes adds of its layers, which they refuse."""
     state: Params = dict(module.state_dict())
-    for name, layer in module.named_modules():
-        if type(layer).__module__.startswith("bitsandbytes."):
-            own_names = {f"{name}.{n}" for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
-            state = {n: t for n, t in state.items() if n in own_names or not n.startswith(f"{name}.")}
-    return state
+    layers = tuple(f"{name}." for name, layer in module.named_modules() if is_of_bitsandbytes(layer))
+    if not layers:
+        return state
+    own_names = {n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    return {n: t for n, t in state.items() if n in own_names or not n.startswith(layers)}

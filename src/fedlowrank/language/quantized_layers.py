@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..models.packed_weights import is_of_bitsandbytes
 
 _LOGGERS = ("bitsandbytes.autograd._functions", "bitsandbytes.nn.modules", "bitsandbytes.functional")
 _TOLERANCE = 0.2
@@ -124,7 +125,7 @@ def refuse_quantized_parts(model: nn.Module, names: Sequence[str]) -> None:
         ConfigError: if one of them has a quantized layer.
     """
     for name in names:
-        if any(_is_of_bitsandbytes(layer) for layer in model.get_submodule(name).modules()):
+        if any(is_of_bitsandbytes(layer) for layer in model.get_submodule(name).modules()):
             raise ConfigError(
                 f"the module {name!r} of the base is trained whole, because it is the head or the files lack its weights, but it "
                 "is quantized, so it has no gradient. Leave out quantize, or name a base whose files hold that module"
@@ -142,7 +143,7 @@ def keep_training_arithmetic(model: nn.Module) -> None:
     """
     for module in model.modules():
         state: Any = getattr(module, "state", None)
-        if _is_of_bitsandbytes(module) and hasattr(state, "is_training"):
+        if is_of_bitsandbytes(module) and hasattr(state, "is_training"):
             state_class: type = type(state)
             state.__class__ = _make_training_state(state_class)
 
@@ -152,10 +153,6 @@ def _make_training_state(state_class: type) -> type:
     """Make the class of a layer's state that keeps the arithmetic of training when the layer sets its mode."""
     is_training = property(lambda _: True, lambda _, __: None)
     return type(state_class.__name__, (state_class,), {"is_training": is_training})
-
-
-def _is_of_bitsandbytes(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("bitsandbytes.")
 
 
 def keep_gradients(model: nn.Module) -> None:
@@ -174,7 +171,7 @@ def keep_gradients(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-        if _is_of_bitsandbytes(module) and hasattr(module, "in_features"):
+        if is_of_bitsandbytes(module) and hasattr(module, "in_features"):
             layers.setdefault(type(module), (name, module))
     for name, layer in layers.values():
         if not _passes_gradients(layer):
@@ -185,10 +182,9 @@ def keep_gradients(model: nn.Module) -> None:
             )
 
 
-def _passes_gradients(layer: nn.Module) -> bool:
+def _passes_gradients(layer: Any) -> bool:
     """Whether the gradient of <v, layer(x)> by x is v's image by the transposed weights, after a call without gradients."""
-    weight: Any = layer.weight
-    x = torch.linspace(-1, 1, 3 * int(layer.in_features), device=weight.device)  # type: ignore[arg-type]
+    x = torch.linspace(-1, 1, 3 * layer.in_features, device=layer.weight.device)
     x = x.reshape(3, -1).sin().requires_grad_()
     with torch.no_grad():
         images: Tensor = layer(x)

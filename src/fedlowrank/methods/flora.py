@@ -101,9 +101,8 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:
         """The base without stacks, and the client's head where that is personal."""
         model = task.model(client)
-        if self.base_updates == "merged":
-            lora_of(model).check_changeable(lora_of(model).layers)
-        return ClientState(Base({}, []), self.training.read_initial_personal_rest(model))
+        base = Base.without_updates(self.base_updates, lora_of(model))
+        return ClientState(base, self.training.read_initial_personal_rest(model))
 
     def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The stacks that the client lacks."""

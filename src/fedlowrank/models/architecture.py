@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -19,6 +18,7 @@ from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
+from .packed_weights import count_entries, is_packed
 from .placement import is_placed
 from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
@@ -124,7 +124,7 @@ class Architecture:
             # on one device, to which a copy may be moved
             self.initial = {n: p.cpu() for n, p in self.initial.items()}
         self.complex = complex_names(module)
-        self.parameter_count = sum(map(_count_entries, module.parameters()))
+        self.parameter_count = sum(map(count_entries, module.parameters()))
         self.autocast: torch.dtype | None = None
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self.pass_trainer: Any = None
@@ -497,7 +497,7 @@ class Architecture:
             TaskError: if accelerate has placed the layers of the module, which cannot be copied then, or weights are
                 quantized.
         """
-        if any(not (p.is_floating_point() or p.is_complex()) for p in self.module.parameters()):
+        if any(map(is_packed, self.module.parameters())):
             raise TaskError(
                 f"model {self.name}: the method draws several models, and the weights of this one are quantized, so that they "
                 "cannot be drawn. Leave language.quantize out, or choose another method"
@@ -661,12 +661,6 @@ class Architecture:
         """Keep evaluation mode outside of training passes, whatever mode the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
             self.set_training(False)
-
-
-def _count_entries(parameter: Tensor) -> int:
-    """Number of entries of a parameter; of a weight that bitsandbytes packs those before it was packed."""
-    packed = getattr(parameter, "quant_state", None)
-    return as_real(parameter.detach()).numel() if packed is None else int(math.prod(packed.shape))
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:

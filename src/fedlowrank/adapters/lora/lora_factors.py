@@ -29,6 +29,7 @@ from ...core.errors import TaskError
 from ...core.key import Key
 from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from ...models.packed_weights import is_packed
 from ...models.placement import is_placed, offloaded_error
 from ..adaptable import name_adapted_layer
 from .adapted_layers import (
@@ -169,7 +170,7 @@ class LoRA:
     def is_changeable(self, name: str) -> bool:
         """Whether an update can be added to the weight of a layer: it is in memory and not quantized."""
         w = self.base[self.layers[name].weight]
-        return not w.is_meta and (w.is_floating_point() or w.is_complex())
+        return not w.is_meta and not is_packed(w)
 
     def check_changeable(self, names: Iterable[str]) -> None:
         """Refuse layers to whose weights nothing can be added.

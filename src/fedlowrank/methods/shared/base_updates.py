@@ -64,6 +64,17 @@ class Base:
     dense: dict[str, Tensor]
     stacks: list[PackedFactors]
 
+    @classmethod
+    def without_updates(cls, keep: UpdateForm, lora: LoRA) -> Base:
+        """Begin without updates.
+
+        Raises:
+            TaskError: if updates are to be merged into a weight that is quantized or not in memory.
+        """
+        if keep == "merged":
+            lora.check_changeable(lora.layers)
+        return cls({}, [])
+
     def with_updates(self, updates: Sequence[PackedFactors], keep: UpdateForm, lora: LoRA) -> Base:
         """Return the base with further updates appended.
 

@@ -93,16 +93,14 @@ def build_server_model(model: Model, deltas: Mapping[str, Delta], rest: Params) 
         device = lora.find_device(layer)
         if delta.matrix is not None and not lora.is_changeable(name):
             pair = _factorize_by_identity(delta.matrix)
-            b, a = pair.b, pair.a
         elif delta.matrix is not None:
             dense_updates[name] = delta.matrix.to(device, torch.promote_types(layer.dtype, torch.float32))
             # the layer's own adapter, if any, must add zero
             d, k = delta.shape
-            b, a = delta.matrix.new_zeros(d, 1), delta.matrix.new_zeros(1, k)
+            pair = Pair(delta.matrix.new_zeros(d, 1), delta.matrix.new_zeros(1, k))
         else:
             pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
-            b, a = pair.b, pair.a
-        factors[name] = Pair(b.to(device, layer.dtype), a.to(device, layer.dtype))
+        factors[name] = Pair(pair.b.to(device, layer.dtype), pair.a.to(device, layer.dtype))
     return lora.insert_factors(factors, 1.0, moved_weights=lora.add_to_weights(dense_updates)) | rest
 
 

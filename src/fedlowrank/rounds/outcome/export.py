@@ -26,6 +26,7 @@ from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
 from ...linalg.matricize import Weights, sum_parts, unpack_weights
 from ...models.complex_parameters import as_real, with_complex
+from ...models.packed_weights import is_packed
 from ...results.evaluation.local_model import LocalModel
 from ..run import Run
 
@@ -131,7 +132,7 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[EngineModel
         client_buffers = {n: t for n, t in model.model.inference_params(weights).items() if n not in weights}
         return model.model, ({**first_part, **client_buffers}, *other_parts)
     params = single_model(run, info, model)
-    if any(not (p.is_floating_point() or p.is_complex()) for p in model.model.module.parameters()):
+    if any(map(is_packed, model.model.module.parameters())):
         raise ConfigError(
             "the weights of the base are quantized, so they cannot be exported; write adapters instead"
         )
