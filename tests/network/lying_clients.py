@@ -24,7 +24,8 @@ def make_liar(times: float = 1.0, examples: int | None = None, first: int = 1) -
 
     def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
         actual = carrier.answered(message)
-        if message.node != 100 + LIAR:
+        # it confirms a notice of its rejection as it is
+        if message.node != 100 + LIAR or not actual.header:
             return [actual]
         if message.kind == "registration":
             said = Registration.from_json(actual.header)

@@ -27,6 +27,7 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.network.client import ClientRuntime, prepare, read_own_share
 from fedlowrank.network.messages import Answer, RefusedOrderError, RegistrationRequest, digest_sections
+from fedlowrank.network.operation.client_count import count_clients
 from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
@@ -428,6 +429,24 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
     whole = ExperimentConfig.parse({**made.to_dict(), "split": {"kind": "whole_test"}})
     with pytest.raises(ConfigError, match=r"data\.test"):
         read_own_share(whole, 0, 3, files[0], files[1])
+
+
+def test_a_client_that_computes_with_another_number_of_clients_is_not_admitted(
+    own: tuple[ExperimentConfig, list[Path]], tmp_path: Path
+) -> None:
+    made, files = own
+    more = ExperimentConfig.parse({**made.to_dict(), "network": {"clients": 4}})
+    folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
+    for i, path in enumerate(files):
+        site = more if i == 2 else made
+        prepare(folders[100 + i], site, i, read_own_share(site, i, count_clients(site), path))
+    carrier = LocalTransport(folders)
+    with pytest.raises(NetworkError, match=r"client 2 computes with 4 clients, the server with 3"):
+        serve_run(carrier, made, tmp_path / "run")
+    assert not carrier.orders()
+    # also where a client's share is one of the experiment's own data, which has no examples for a fourth
+    prepare(tmp_path / "shared", small("scaffold", network={"clients": 4}), 1, small("scaffold").shares())
+    assert ClientRuntime(tmp_path / "shared").make_registration()[0].client_count == 4
 
 
 @pytest.mark.full

@@ -15,9 +15,9 @@ from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.client import prepare
-from fedlowrank.network.drive import count_clients
 from fedlowrank.network.messages import Order
-from fedlowrank.network.server import NetworkError
+from fedlowrank.network.operation.client_count import count_clients
+from fedlowrank.network.server import NetworkError, RunIsOverError
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.results.records import RunRecord
 from fedlowrank.rounds import plan
@@ -176,19 +176,62 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     assert account["settings"]["min_replies"] == 1
 
 
+def _sent_for_training(carrier: LocalTransport, t: int) -> list[int]:
+    """Bytes of the downloads of the orders to train in a round, from 0."""
+    orders = [(Order.from_json(p.header), p.payload) for p in carrier.log if p.kind == "order"]
+    return [len(payload) for order, payload in orders if order.train and order.round == t]
+
+
+def test_bytes_are_those_of_the_orders_that_were_sent(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=3, run={"participation": 0.67}, network={"min_replies": 2, "attempts": 2})
+
+    def leaves(there: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        there.away.discard(102)
+        if t == 2 and Order.from_json(message.header).train and client == first_client:
+            # a reply is lost, so that the round is asked for again
+            there.fault = intact
+            return [Response(message.node, message.kind, problem="it was lost")]
+        return None
+
+    sequential = made.federation()
+    first_client = next(i for i in simulate("fedavg", sequential, **vars(made.run)).rounds[2].participants)
+    carrier = local(made, tmp_path, fault_on_orders(leaves))
+    result = serve_run(carrier, made, tmp_path / "run")
+    by_round = [_sent_for_training(carrier, t) for t in range(3)]
+    # the model is as large in every round, and one order of round 2 was sent twice
+    assert list(map(len, by_round)) == [2, 3, 2]
+    assert [r.bytes_down for r in result.rounds[1:]] == list(map(sum, by_round))
+    parameters = result.rounds[1].parameters_down // 2
+    assert [r.parameters_down for r in result.rounds[1:]] == [parameters * n for n in (2, 3, 2)]
+    # the third client is only evaluated, and every client is sent the last model
+    account = json.loads((tmp_path / "run" / "network.json").read_text())
+    all_sent = sum(len(p.payload) for p in carrier.log if p.kind == "order")
+    assert account["sent"]["down"] == all_sent > sum(map(sum, by_round))
+
+
+def test_a_client_that_is_not_asked_is_sent_nothing(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=2, network={"min_clients": 2, "wait": 1.0})
+    carrier = local(made, tmp_path)
+    carrier.away.add(102)
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert [set(r.lost) for r in result.rounds[1:]] == [{"2"}, {"2"}]
+    for t, record in enumerate(result.rounds[1:]):
+        assert len(_sent_for_training(carrier, t)) == 2
+        assert sum(_sent_for_training(carrier, t)) == record.bytes_down
+
+
 @pytest.mark.full
 def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     made = small("scaffold", run={"evaluate_every": 99})
     carrier, result = run_whole(made, tmp_path)
     for t, record in enumerate(result.rounds[1:]):
-        sent = [
-            len(p.payload) for p in carrier.log if p.kind == "order" and Order.from_json(p.header).round == t
-        ]
-        assert sum(sent) == record.bytes_down
+        assert sum(_sent_for_training(carrier, t)) == record.bytes_down
     engine: Any = result.run.engine
-    assert engine.bytes_sent["down"] == sum(len(p.payload) for p in carrier.log if p.kind == "order")
-    assert engine.bytes_sent["up"] == sum(r.bytes_up for r in result.rounds)
-    assert engine.bytes_sent["header"] > sum(len(p.header) for p in carrier.log if p.kind == "order")
+    sent = engine.account.sent
+    assert json.loads((tmp_path / "run" / "network.json").read_text())["sent"] == sent
+    assert sent["down"] == sum(len(p.payload) for p in carrier.log if p.kind == "order")
+    assert sent["up"] == sum(r.bytes_up for r in result.rounds)
+    assert sent["header"] > sum(len(p.header) for p in carrier.log if p.kind == "order")
 
 
 @pytest.mark.full
@@ -239,6 +282,34 @@ def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: 
     )
 
 
+def test_a_finished_run_that_is_resumed_keeps_its_results(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    made = small("fedavg", rounds=2, network={"wait": 30.0})
+
+    def leaves(there: LocalTransport, message: NodeMessage) -> Any:
+        there.away.add(102)
+        return []
+
+    carrier, first = run_whole(made, tmp_path, fault_in_round(3, 2, leaves))
+    last = first.rounds[-1].by_client()
+    assert last.keys() == {0, 1}
+    # only the client that missed the end comes back
+    carrier.fault, carrier.away = intact, {100, 101}
+    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    _, records = run_sequentially(made, result.rounds)
+    assert assert_same_record(result.rounds[-1], records[-1]) == set()
+    assert result.rounds[-1].by_client() == {**last, 2: records[-1].by_client()[2]}
+    assert RunRecord.load(tmp_path / "run").rounds[-1].by_client().keys() == {0, 1, 2}
+    # nobody comes
+    carrier.away = {100, 101, 102}
+    with pytest.raises(RunIsOverError, match="is finished, and no client came within 30 s"):
+        serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert RunRecord.load(tmp_path / "run").status["state"] == "finished"
+    assert count_logged(caplog, "clients that come within 30 s (network.wait) are told so") == 2
+
+
 @pytest.mark.full
 def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 1})
@@ -282,6 +353,7 @@ def test_a_server_that_resumes_with_another_configuration_asks_no_client(tmp_pat
             small("scaffold", rounds=2, loss={"kind": "mse"}),
             r"section\(s\) loss differ from those with which its cl",
         ),
+        (small("scaffold", rounds=2, network={"clients": 4}), "number of clients was 3 and is 4"),
     ):
         with pytest.raises(CheckpointError, match=rf"cannot be resumed with another configuration: .*{why}"):
             serve_run(carrier, other, tmp_path / "run", resume=True)

@@ -1,4 +1,4 @@
-"""Further metrics over messages: those of the sequential run, and impossible ones refused with their reply."""
+"""Further metrics and numbers of labels over messages: those of the sequential run, and impossible ones refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.network.messages import Answer
+from fedlowrank.network.site.evaluations import coarsen
+from fedlowrank.results.client_numbers import COUNTED_LABELS
+from fedlowrank.results.measurements import ClientTable, Column
 from tests.support.client_tables import replace_values
 from tests.support.local_network import (
     assert_equals_sequential_run,
@@ -74,3 +80,41 @@ def test_impossible_metrics_are_refused(found: Any, is_refused: bool, tmp_path: 
     assert lost(result) == [set(), {1} if is_refused else set()]
     assert result.rounds[1].measured is not None
     assert result.rounds[1].measured.client_ids == ([0, 2] if is_refused else [0, 1, 2])
+
+
+def test_sites_send_how_many_of_their_labels_count(tmp_path: Path) -> None:
+    # versicolor is left out, so that clients have other numbers of labels than of examples
+    made = small("fedavg", rounds=2, loss={"kind": "cross_entropy", "ignore_index": 1})
+    carrier, result = run_whole(made, tmp_path)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
+    labels = [client.test.y for client in made.federation().clients]
+    counts = [float((y != 1).sum()) for y in labels]
+    assert counts != [float(len(y)) for y in labels]
+    last = result.rounds[-1]
+    assert last.values(COUNTED_LABELS, series="", split="test") == counts
+    weighted = result.measurements.over_clients("accuracy", "personal").iloc[-1]["weighted"]
+    assert weighted == pytest.approx(np.average(np.array(last.values(), float), weights=counts))
+
+
+def test_rounded_numbers_of_labels_leave_a_site_only_with_20_examples() -> None:
+    labels = torch.arange(3000) % 3
+    sets = [Examples(torch.zeros(n, 2), labels[:n]) for n in (3000, 12, 2999)]
+    evaluation = ClientTable(
+        [0], [Column(COUNTED_LABELS, "", s, [n]) for s, n in (("val", 8), ("test", 1999))]
+    )
+    assert [c.values for c in coarsen(evaluation, ClientData(*sets)).columns] == [[None], [2000.0]]
+
+
+@pytest.mark.parametrize("values", [{"val": 5.0}, {"val": 5.0, "test": math.inf}, {"val": -1.0, "test": 5.0}])
+def test_impossible_numbers_of_labels_are_refused(values: dict[str, float], tmp_path: Path) -> None:
+    made = small("fedavg", rounds=2)
+
+    def lie(there: Any, message: Any) -> Any:
+        answer = there.answered(message)
+        evaluation = Answer.from_json(answer.header).evaluation
+        assert evaluation is not None
+        columns = [Column(COUNTED_LABELS, "", split, [value]) for split, value in values.items()]
+        return [replace_fields(answer, evaluation=ClientTable([1], [*evaluation.columns, *columns]))]
+
+    result = serve_run(local(made, tmp_path, fault_in_round(2, 1, lie)), made, tmp_path / "run")
+    assert lost(result) == [set(), {1}]

@@ -21,7 +21,9 @@ from fedlowrank.network.messages import (
 )
 from tests.support.client_tables import make_client_table
 
-REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, {"config.json": "ef"}, {"torch": "2"})
+REGISTRATION = Registration(
+    2, 40, (5, 6), {"run": "ab", "data": "cd"}, {"config.json": "ef"}, {"torch": "2"}, 3
+)
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
 FOUND = make_client_table({
     "accuracy": {"personal": {"val": [0.5], "test": [None]}, "global": {"val": [1.0], "test": [0.0]}},

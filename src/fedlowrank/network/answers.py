@@ -104,7 +104,7 @@ def check_evaluation(
         "scores": [(name, split) for name in series for split in SPLITS],
         "model": [(name, "") for name in series],
         "clusters": [(str(cluster), "") for cluster in range(len(evaluation.series(ROUTE)))],
-        "data": [],
+        "data": [("", split) for split in SPLITS],
     }
     expected = {
         (name, *column_key)

@@ -41,9 +41,11 @@ from ..data.partitioning.split import TooFewExamplesError
 from ..engines.engine import ClientJob
 from ..engines.sequential import Sequential
 from ..results.client_metrics import choose_metrics
+from ..results.client_numbers import COUNTED_LABELS, SPLITS
 from ..results.evaluation.local_model import LocalModel, make_local_model
 from ..results.evaluation.model_evaluation import evaluate_client
-from ..results.measurements import ClientTable
+from ..results.evaluation.scoring import count_labels_by_split
+from ..results.measurements import ClientTable, Column
 from ..rounds.participation.participants import Participants
 from ..rounds.setup.averaged_statistics import average_statistics
 from ..rounds.setup.preparation import check_parts, move_to_device
@@ -63,6 +65,7 @@ from .messages import (
     digest_sections,
     to_one_line,
 )
+from .operation.client_count import count_clients
 from .persistence.client_memory import ClientMemory, ForgottenError
 from .persistence.input_columns import digest_columns, shorten_columns
 from .secure.contributions import compute_contribution, encode_contribution, make_grid
@@ -132,7 +135,7 @@ def prepare(
         "tables": tables,
         "classes": list(shares.classes),
         "columns": list(shares.columns),
-        "clients": len(shares.data),
+        "clients": count_clients(experiment),
         "data": digest_of(data),
         "site": _encode_site(site or SiteSettings(), experiment),
         "parts": [],
@@ -488,6 +491,7 @@ class ClientRuntime:
             digest_sections(self.experiment.to_dict()),
             {} if self.language is None else self.language.files,
             versions(),
+            self.client_count,
         )
         form: dict[str, Any] = {
             "x": _empty_like(self.data.train).inputs,
@@ -741,6 +745,11 @@ class ClientRuntime:
         # on the device of the models
         info, data = self.federation.infos[self.client], self.federation.clients[self.client]
         evaluation = evaluate_client(local_model, info, data, metrics, task.loss)
+        if (label_counts := count_labels_by_split(data, task.loss)) is not None:
+            label_columns = [
+                Column(COUNTED_LABELS, "", split, [n]) for split, n in zip(SPLITS, label_counts, strict=True)
+            ]
+            evaluation = ClientTable(evaluation.client_ids, evaluation.columns + label_columns)
         return coarsen(evaluation, self.data) if self.site.evaluation == "rounded" else evaluation
 
     @cached_property

@@ -29,12 +29,13 @@ from ..rounds.run_settings import RunSettings
 from ..rounds.setup.schedules import check_schedules
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
-from ..storage.digest import digest_of
-from ..storage.run_files import read_config
+from ..storage.digest import digest_of, read_sealed
+from ..storage.run_files import STATUS, read_clients, read_config
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .messages import digest_sections
 from .network_run import NetworkRun
+from .operation.client_count import count_clients
 from .operation.start_checks import check_network_settings, check_secure_method
 from .operation.validation_decline import (
     PausedError,
@@ -47,33 +48,11 @@ from .persistence.account import Account
 from .persistence.audit import Audit
 from .persistence.registry import ClientRegistry
 from .secure.signing import MemberKeys
-from .server import NetworkEngine, NetworkError
+from .server import NetworkEngine, NetworkError, RunIsOverError
 from .site.signatures import OrderSigner
 from .transport import Transport
 
 logger = logging.getLogger(__name__)
-
-
-def count_clients(experiment: ExperimentConfig) -> int:
-    """Number of clients of an experiment; raises ConfigError if it is not set."""
-    count = experiment.network.clients or getattr(experiment.partition, "clients", None)
-    if count is None:
-        raise ConfigError("how many clients there are depends on the data; set network.clients")
-    return int(count)
-
-
-def check_client_count(experiment: ExperimentConfig, client_count: int, share_count: int) -> None:
-    """Refuse fewer clients than there are shares of the experiment's own data, since some shares would have no client.
-
-    Raises:
-        ConfigError: if there are fewer clients than shares.
-    """
-    if client_count < share_count:
-        field = "network.clients" if experiment.network.clients else "partition.clients"
-        raise ConfigError(
-            f"{field} is {client_count}, but the experiment's data have {share_count} clients, so that the data of "
-            f"{share_count - client_count} would be left out. Set it to {share_count} on the server and on all clients."
-        )
 
 
 def drive(
@@ -112,6 +91,7 @@ def drive(
 
     Raises:
         NetworkError: if too few clients register or reply.
+        RunIsOverError: if the run to resume was finished, and no client came that had not heard of its end.
         PausedError: if the clients' validation fell by more than ``network.max_fall``.
         FedlowrankError: if the experiment, the folder and the clients do not match.
     """
@@ -138,6 +118,7 @@ def drive(
     account = Account.read(run_path) if resume else Account()
     plan = Plan.read(run_path) if resume else None
     stored_rounds = rounds_of(run_path) if resume else None
+    was_finished = resume and read_sealed(run_path / STATUS).get("state") == "finished"
     if stored_rounds not in (None, protocol.rounds):
         raise CheckpointError(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
@@ -145,6 +126,11 @@ def drive(
         )
     if resume:
         _check_changes(run_path, experiment, method, protocol, config)
+        if (stored_count := len(read_clients(run_path))) != client_count:
+            raise CheckpointError(
+                f"{run_path} cannot be resumed with another configuration: the number of clients was {stored_count} and is "
+                f"{client_count} (network.clients, or partition.clients). Set it back, or start a new run in another folder."
+            )
     else:
         check_schedules(method, protocol.rounds)
     min_registered = settings.min_registered(client_count - len(account.excluded))
@@ -152,7 +138,13 @@ def drive(
     if protocol.secure.on:
         check_secure_method(method, protocol, client_count)
     registry = ClientRegistry(
-        experiment, client_count, limits.max_examples, keys, limits.examples_ratio, promised
+        experiment,
+        client_count,
+        limits.max_examples,
+        keys,
+        limits.examples_ratio,
+        promised,
+        account.excluded,
     )
     registry.restore(account.clients)
     account.paused = ""
@@ -165,7 +157,10 @@ def drive(
         signer=signer,
         member_keys=member_keys,
     )
-    _wait_for_start(engine, min_registered)
+    if was_finished:
+        _wait_for_late_clients(engine, min_registered, run_path)
+    else:
+        _wait_for_start(engine, min_registered)
     with threads(experiment.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.build_federation(), protocol, engine, plan)
         if run.budget is not None and not run.budget.is_local and at_site:
@@ -208,6 +203,8 @@ def drive(
 
         write_account()
         result = Result(run, run_rounds(run, folder, records, progress, callbacks, after_round))
+        # with the messages after the last round
+        write_account()
         if fall_report := _find_fall(engine, records, run_path):
             logger.warning("the run is over, and %s", fall_report.removeprefix("paused: "))
         _write_model(run, run_path)
@@ -285,18 +282,9 @@ def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], run_path: 
 
 def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
     """Wait for enough clients that agree on the form of examples; raises NetworkError if too few register."""
-    registry, nodes, excluded_ids = engine.registry, engine.transport.nodes, engine.account.excluded
+    registry, excluded_ids = engine.registry, engine.account.excluded
     logger.info("waiting for %d of %d clients", min_clients, registry.clients)
-
-    def ready(node_ids: set[int]) -> list[int]:
-        return [i for i in registry.find_majority(node_ids) if i not in excluded_ids]
-
-    engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= min_clients)
-    client_ids = ready(node_ids := nodes())
-    for client_id, reason in registry.fix_form(node_ids).items():
-        engine.audit.log_rejection(client_id, reason)
-        logger.info("client %d was rejected: %s", client_id, reason)
-    engine.send_notices()
+    client_ids = _wait_for_same_form(engine, min_clients)
     if len(client_ids) < min_clients:
         missing_ids = ", ".join(
             str(i) for i in range(registry.clients) if i not in {*client_ids, *excluded_ids}
@@ -306,6 +294,30 @@ def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
             f"only {len(client_ids)} of {min_clients} clients came within {engine.settings.wait:g} s; missing: "
             f"{missing_ids}. Start them, or lower network.min_clients.{rejection_text}"
         )
+
+
+def _wait_for_late_clients(engine: NetworkEngine, min_clients: int, run_path: Path) -> None:
+    """Wait for clients of a finished run that did not hear of its end; raises RunIsOverError if none comes."""
+    seconds = engine.settings.wait
+    logger.info(
+        "the run in %s is finished: clients that come within %g s (network.wait) are told so, and write their models",
+        run_path,
+        seconds,
+    )
+    if not _wait_for_same_form(engine, min_clients):
+        raise RunIsOverError(f"the run in {run_path} is finished, and no client came within {seconds:g} s")
+
+
+def _wait_for_same_form(engine: NetworkEngine, min_clients: int) -> list[int]:
+    """Wait for enough clients, reject those whose examples differ in form from the majority's, and list the others."""
+    registry, nodes = engine.registry, engine.transport.nodes
+    engine.wait_for_clients(engine.settings.wait, lambda: len(registry.find_majority(nodes())) >= min_clients)
+    client_ids = registry.find_majority(node_ids := nodes())
+    for client_id, reason in registry.fix_form(node_ids).items():
+        engine.audit.log_rejection(client_id, reason)
+        logger.info("client %d was rejected: %s", client_id, reason)
+    engine.send_notices()
+    return client_ids
 
 
 def _write_model(run: NetworkRun, run_path: Path) -> None:

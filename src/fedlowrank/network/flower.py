@@ -46,12 +46,14 @@ from ..rounds.simulate import threads
 from ..storage.run_files import CLIENT_FILE
 from ..storage.run_folder import RunFolder
 from .client import ClientRuntime, explain_error_at, prepare
-from .drive import check_client_count, count_clients, drive
+from .drive import drive
 from .enrollment.roster import ROSTER_FILE, KeyRoster
 from .message_bounds import BoundedClient
 from .messages import RefusedOrderError, digest_sections, to_one_line
+from .operation.client_count import check_client_count, count_clients
 from .replies import Replies
 from .secure.signing import MemberKeys, MemberSigner
+from .server import RunIsOverError
 from .site.audit_log import AUDIT_FILE, SiteAudit
 from .site.signatures import OrderSigner
 from .site.site_settings import SiteSettings
@@ -356,6 +358,8 @@ def _serve(grid: Grid, context: Context) -> None:
                     signer=signer,
                     member_keys=member_keys,
                 )
+        except RunIsOverError as note:
+            logger.info("%s", note)
         except FedlowrankError as error:
             logger.error("error: %s", error)
             raise

@@ -23,7 +23,7 @@ H = TypeVar("H", bound="Header")
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
 """Name of a step of a secure sum; "" if there is none."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of the messages, which increases with every change of their form."""
 
 
@@ -75,6 +75,7 @@ class Registration(Header):
         sections: digest of each section of its experiment that must equal the server's.
         base: digest of each file of its base model, by name; empty without one.
         versions: versions of the client's software, by name.
+        client_count: number of all clients with which it computes, which must equal the server's.
         protocol: version of the messages, :data:`PROTOCOL_VERSION`.
     """
 
@@ -84,6 +85,7 @@ class Registration(Header):
     sections: dict[str, str]
     base: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    client_count: int = 0
     protocol: int = PROTOCOL_VERSION
 
 

@@ -114,14 +114,31 @@ class NetworkRun(Run):
                 self.state = dataclasses.replace(self.state, clients=client_states)
                 self.unsaved.add(client_id)
         self.engine.reset_clients.clear()
-        if kept_shares := self.engine.kept_shares:
-            lengths = {
-                str(client_id): float(f"{share:.4g}") for client_id, share in sorted(kept_shares.items())
-            }
-            record = dataclasses.replace(
-                record, server_metrics={**record.server_metrics, "shortened": lengths}
-            )
-        return record
+        return dataclasses.replace(
+            record,
+            **vars(self.engine.training_volume),
+            server_metrics={**record.server_metrics, **self._bounded_replies(record)},
+        )
+
+    def _bounded_replies(self, record: RoundRecord) -> dict[str, dict[str, float]]:
+        """The replies of a round that counted less than their clients meant, by the bounds in network.limits.
+
+        ``shortened`` has the share of an update's length that was used, and ``capped_examples`` the number of examples by
+        which a client was weighted instead of the number that it registered, both by client.
+        """
+        registry = self.engine.registry
+        lengths = {
+            str(client_id): float(f"{share:.4g}")
+            for client_id, share in sorted(self.engine.kept_shares.items())
+        }
+        capped_examples = {
+            str(client_id): float(self.engine.sizes[client_id])
+            for client_id in record.participants
+            if str(client_id) not in record.lost
+            and self.engine.sizes[client_id] < registry.registered[client_id].examples
+        }
+        bounds = {"shortened": lengths, "capped_examples": capped_examples}
+        return {name: values for name, values in bounds.items() if values}
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """See the base class; a reply that the method cannot use is refused."""

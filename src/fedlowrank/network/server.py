@@ -61,6 +61,10 @@ class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
+class RunIsOverError(FedlowrankError):
+    """A run is finished, and no client has to be told."""
+
+
 def _make_lost_result(reason: str, has_diverged: bool = False, is_refused: bool = False) -> ClientResult:
     return ClientResult(None, None, Meter(), lost=reason, has_diverged=has_diverged, is_refused=is_refused)
 
@@ -73,6 +77,21 @@ def _count_no_repeats(round: int) -> dict[int, int]:
 def _keep_upload(upload: Any, client: ClientInfo) -> Any:
     del client
     return upload
+
+
+@dataclasses.dataclass
+class TrainingVolume:
+    """Sizes of the messages that a round's training took.
+
+    Attributes:
+        bytes_down: bytes of the downloads.
+        parameters_down: number of floating-point elements in the downloads.
+        bytes_up: bytes of the uploads.
+    """
+
+    bytes_down: int = 0
+    parameters_down: int = 0
+    bytes_up: int = 0
 
 
 @dataclasses.dataclass
@@ -94,7 +113,7 @@ class NetworkEngine(Engine):
         reset_clients: identifiers of the clients that start again from the initial state.
         evaluation_jobs: jobs of the clients that only evaluate in the next round.
         sizes: number of examples by which each client is weighted in this round.
-        bytes_sent: communication volume in bytes: headers, downloads (down) and uploads (up).
+        training_volume: sizes of the round's messages for training, as they were sent: repeated and refused ones count.
         spool: storage of the uploads of the round.
         templates: forms of the next replies; set by the run.
         metrics: metrics that evaluations must hold besides accuracy and loss, by name; set by the run.
@@ -119,7 +138,7 @@ class NetworkEngine(Engine):
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
-    bytes_sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
+    training_volume: TrainingVolume = dataclasses.field(default_factory=TrainingVolume)
     spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
     templates: Templates = dataclasses.field(init=False, repr=False)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
@@ -162,7 +181,7 @@ class NetworkEngine(Engine):
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
-        self.kept_shares = {}
+        self.kept_shares, self.training_volume = {}, TrainingVolume()
         if self.secure is not None:
             yield from self._run_secure(self.secure, list(jobs), round)
             return
@@ -252,7 +271,7 @@ class NetworkEngine(Engine):
                 self._register(response)
                 continue
             client_id = clients_by_node.pop(response.node)
-            self.bytes_sent["header"] += len(response.header)
+            self.account.sent["header"] += len(response.header)
             try:
                 answer = self._read_step(response, client_id, round)
             except RefusedReplyError as error:
@@ -294,8 +313,8 @@ class NetworkEngine(Engine):
         """Make an order to a connected client, signed if keys are checked, and count its bytes."""
         node_id, header = self.registry.registered[client_id].node, order.to_json()
         assert node_id is not None, "a client that is not connected is skipped"
-        self.bytes_sent["header"] += len(header)
-        self.bytes_sent["down"] += len(payload)
+        self.account.sent["header"] += len(header)
+        self.account.sent["down"] += len(payload)
         signature = "" if self.signer is None else self.signer.sign("order", client_id, header, digest)
         return NodeMessage(node_id, "order", header, payload, max_bytes, signature)
 
@@ -591,6 +610,9 @@ class NetworkEngine(Engine):
             if step and self.secure is not None:
                 self.secure.bind(payloads[id(job.down)][1])
             messages.append(self._order_message(client_id, order, *payloads[id(job.down)], max_bytes))
+            if is_training:
+                self.training_volume.bytes_down += len(messages[-1].payload)
+                self.training_volume.parameters_down += tree.numel(job.down)
             open_jobs[messages[-1].node] = job
         del payloads
         self._asked_nodes = {job.client.id: node for node, job in open_jobs.items()}
@@ -613,7 +635,8 @@ class NetworkEngine(Engine):
             client_id = job.client.id
             result = self._check_reply(response, job, round, client_id in training_ids)
             self.audit.log_reply(response, client_id, round, result.lost)
-            self._remember(response, client_id, round, seconds, result.lost is None)
+            if not is_last:
+                self._remember(response, client_id, round, seconds, result.lost is None)
             reply_count += result.lost is None
             if response.disconnected:
                 # it is asked again if it reconnects, even as the same node
@@ -627,7 +650,7 @@ class NetworkEngine(Engine):
         waiting_time = f"{limit():.4g} s{' (network.grace)' if limit() < deadline else ''}"
         for client_id in (job.client.id for job in open_jobs.values()):
             reason = f"client {client_id} did not reply within {waiting_time}"
-            if pause := self.backoff.record_timeout(client_id, round):
+            if not is_last and (pause := self.backoff.record_timeout(client_id, round)):
                 reason += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
             if client_id in training_ids:
                 yield client_id, _make_lost_result(reason)
@@ -659,10 +682,10 @@ class NetworkEngine(Engine):
         registered_client = self.registry.registered.get(client_id)
         if self.blocklist.is_blocked(client_id):
             return self.blocklist.reason(client_id)
+        if (exclusion := self.registry.describe_exclusion(client_id)) is not None:
+            return exclusion
         if registered_client is None or registered_client.node not in node_ids:
             return f"client {client_id} is not connected"
-        if (t := self.account.excluded.get(client_id)) is not None:
-            return f"client {client_id} is excluded: the run went on without it after round {t}"
         if client_id in paused_ids:
             return (
                 f"client {client_id} is paused until round {self.backoff.until[client_id] + 1}: it did not answer "
@@ -676,8 +699,10 @@ class NetworkEngine(Engine):
     def _check_reply(self, response: Response, job: ClientJob, round: int, is_training: bool) -> ClientResult:
         """Validate a reply and store its upload; nothing of a refused reply is kept."""
         client = job.client
-        self.bytes_sent["header"] += len(response.header)
-        self.bytes_sent["up"] += len(response.payload)
+        self.account.sent["header"] += len(response.header)
+        self.account.sent["up"] += len(response.payload)
+        if is_training:
+            self.training_volume.bytes_up += len(response.payload)
         if response.problem:
             if response.disconnected:
                 # the sizes of the client stay known

@@ -40,7 +40,7 @@ class ClientNumber:
         title: heading of the number.
         about: subject of the number, which determines its columns: ``scores`` of a model has one for each series and
             split, a ``model`` one for each series, ``clusters`` one for each cluster (as series), and ``data`` one
-            for each split, which a client never sends, because the server knows how many labels count.
+            for each split.
         bounds: least and largest value of the number.
         may_be_nan: whether a value may be NaN, as for a model whose training diverged.
         lower_is_better: whether a smaller value is better; None for sizes.
@@ -65,7 +65,7 @@ CLIENT_NUMBERS: dict[str, ClientNumber] = {
     RETRIEVAL: ClientNumber("positives found"),
     PARAMETERS: ClientNumber("parameters", "model", (0.0, math.inf), lower_is_better=None, is_required=True),
     ROUTE: ClientNumber("share of a cluster", "clusters", may_be_nan=True, lower_is_better=None),
-    COUNTED_LABELS: ClientNumber("labels that count", "data", (0.0, math.inf), lower_is_better=None),
+    COUNTED_LABELS: ClientNumber("labels that count", "data", (0.0, 2.0**50), lower_is_better=None),
 }
 """Client numbers by name."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
@@ -96,6 +96,13 @@ class ClientTable:
                 for i, value in zip(table.client_ids, column.values, strict=True):
                     row[positions[i]] = value
         return cls([*positions], [Column(*key, values) for key, values in rows.items()])
+
+    def extended(self, table: ClientTable) -> ClientTable:
+        """Add the rows of another table for clients that this table lacks; its own rows stand."""
+        positions = [k for k, i in enumerate(table.client_ids) if i not in set(self.client_ids)]
+        added_columns = [replace(c, values=[c.values[k] for k in positions]) for c in table.columns]
+        added_rows = ClientTable([table.client_ids[k] for k in positions], added_columns)
+        return ClientTable.join([self, added_rows])
 
     def series(self, name: str = ACCURACY) -> list[str]:
         """List the series of a number, the headline first."""

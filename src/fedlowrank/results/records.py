@@ -53,7 +53,8 @@ class RoundRecord:
         round: number of completed rounds, so 1 for the first round of training and 0 for the state before it.
         participants: identifiers of the clients that trained.
         lost: reasons of the participants whose reply did not arrive or was dropped, by client.
-        bytes_down: bytes of the encoded messages from the server to the participants.
+        bytes_down: bytes of the encoded messages from the server to the participants, for training. Over a network those
+            that were sent: to clients that were connected, and again with every repetition.
         bytes_up: bytes of the encoded replies, including lost ones (they were sent).
         excluded_from_means: identifiers of clients that are in no mean of results, because they never train or are
             hostile; None for none.

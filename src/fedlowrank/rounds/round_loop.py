@@ -153,9 +153,12 @@ class _Loop:
 
     def settle(self) -> None:
         """Enter values that have become known late into the last record."""
-        late_evaluation = self._run.take_late_evaluation()
+        late_evaluation, record = self._run.take_late_evaluation(), self._records[-1]
         if late_evaluation is not None:
-            self._replace_last(dataclasses.replace(self._records[-1], measured=late_evaluation))
+            if record.measured is not None:
+                # after a resume, clients that were heard before the stop may be silent or gone
+                late_evaluation = record.measured.extended(late_evaluation)
+            self._replace_last(dataclasses.replace(record, measured=late_evaluation))
             self._show(self._records[-1])
 
     def _replace_last(self, record: RoundRecord) -> None:

@@ -44,7 +44,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1
 
     monkeypatch.setattr(commands, "SuperLink", Link)
-    monkeypatch.setattr(commands, "_see_through", lambda link, app, log: None)
+    monkeypatch.setattr(commands, "_see_through", lambda *_: None)
     monkeypatch.setattr(commands, "show_run", lambda folder: 0)
     monkeypatch.setattr(commands, "supervise", lambda node, stop: (node._prepare(), node._release()))
 

@@ -75,6 +75,12 @@ def test_a_name_that_is_not_known_is_told_in_words() -> None:
     error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     said = str(address_checks.make_listen_error("999.1.1.1", 8000, error))
     assert said.startswith("cannot listen on 999.1.1.1, port 8000: Name or service not known. Give another")
+    # the error that Python really raises is none of name resolution
+    with pytest.raises(
+        ProcessError, match=r"port 8000: [\w ]*(known|resolution)[\w ]*\. Give another"
+    ) as raised:
+        address_checks.refuse_second(None, "no-such-host.invalid", 8000)
+    assert "Unknown error" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ import json
 import re
 import shlex
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +111,38 @@ def test_join_prints_the_notes_on_the_data_of_its_site(
     options = ["--data", str(tmp_path / "own.csv"), "--folder", str(tmp_path / "c"), "--insecure", "--stay"]
     assert main(["join", str(file), "--client", "1", *options]) == 0
     assert "client 1: 1 of 21 rows dropped, which have empty cells" in caplog.messages
+
+
+class _CountedWaits(threading.Event):
+    """An event that is not waited for; a hook runs at each wait."""
+
+    def __init__(self, hook: Callable[[int], None]) -> None:
+        super().__init__()
+        self.hook, self.count = hook, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.count += 1
+        assert self.count < 50, "it never stops"
+        self.hook(self.count)
+        return self.is_set()
+
+
+def test_join_ends_with_the_run_also_if_an_earlier_model_of_it_exists(tmp_path: Path) -> None:
+    path = tmp_path / "abc" / "model" / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"the model of before a resume")
+    models = commands._models(tmp_path)
+
+    def write_again(count: int) -> None:
+        if count == 7:
+            path.write_bytes(b"the same model")
+
+    stop = _CountedWaits(write_again)
+    node = SimpleNamespace(is_working=lambda: False)
+    refusals = commands._RefusedDownloads(tmp_path / "audit.jsonl")
+    commands._until_done(tmp_path, models, node, stop, False, refusals)  # type: ignore[arg-type]
+    assert stop.is_set()
+    assert stop.count >= 7
 
 
 @pytest.mark.parametrize(

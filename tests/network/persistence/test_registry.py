@@ -38,7 +38,8 @@ def form(width: int = 4, classes: Any = None, **fields: Any) -> bytes:
 
 def registration(client: int, **fields: Any) -> Registration:
     return dataclasses.replace(
-        Registration(client, 40 + client, (5, 5 + client), digest_sections(MADE.to_dict())), **fields
+        Registration(client, 40 + client, (5, 5 + client), digest_sections(MADE.to_dict()), client_count=3),
+        **fields,
     )
 
 
@@ -118,7 +119,11 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
         None,
         "one with an invalid name differ",
     ),
-    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 7"),
+    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 8"),
+    "another number of clients": (
+        registration(1, client_count=4), None, "computes with 4 clients, the server with 3: .* Set network.clients"
+    ),
+    "a client that does not say how many there are": (registration(1, client_count=0), None, "computes with 0 clients"),
     "a number above": (registration(3), None, "says it is client 3, but clients go from 0 to 2"),
     "a number below": (registration(-1), None, "says it is client -1, but clients go from 0 to 2"),
     "no example": (registration(1, examples=0), None, "says it has 0 examples"),

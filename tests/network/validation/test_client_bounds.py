@@ -296,6 +296,8 @@ def test_a_client_that_claims_2_to_the_40_examples_weighs_three_times_the_median
         assert torch.allclose(actual.double(), expected.sum(0), atol=1e-6)
         assert run.state.server[name].shape == actual.shape
     assert count_logged(caplog, "client 1 registered 1099511627776 examples and is weighted by") == 1
+    # and the record says by how many it was weighted
+    assert result.rounds[1].server_metrics == {"capped_examples": {"1": 3.0 * min(sizes)}}
 
 
 def digest_of_last(result: Any, carrier: LocalTransport, client: int) -> str:
@@ -427,14 +429,18 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     # it is the in-process run in which that client's replies were lost from round 5 on
     run, records = run_sequentially(made, result.rounds)
     assert_same_states(result, carrier, run)
-    assert [assert_same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set()] * 4 + [
+    # the evaluation of round 4, to which the run went back, stays
+    assert [assert_same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set()] * 5 + [
         {1}
-    ] * 3
+    ] * 2
     assert not any(p.node == 101 for p in carrier.log[before:] if p.kind == "order")
     # what an operator reads afterwards
     account = Account.read(out)
     assert (account.branch, account.excluded) == (1, {1: 4})
     assert serve_run(carrier, made, out, resume=True, config=config).rounds == result.rounds
+    # and the client that was excluded, which would wait for ever
+    reason = (carrier.folders[101] / "rejected.txt").read_text()
+    assert reason == "client 1 is excluded: the run went on without it after round 4"
 
 
 def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from ...network.deploy.forget import forget as remove_client_data
 from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
 from ...network.deploy.server_processes import SuperLink, SuperNode
 from ...network.deploy.supervise import supervise
-from ...network.drive import check_client_count, count_clients
 from ...network.enrollment.key_request import PASSPHRASE_VARIABLE
 from ...network.enrollment.roster import ROSTER_FILE, KeyRoster
+from ...network.operation.client_count import check_client_count, count_clients
 from ...network.operation.policy import Policy, preview_uploads, raise_violations
 from ...network.site.audit_log import AUDIT_FILE, SiteAudit
 from ...network.site.signatures import read_public_key
@@ -168,7 +168,7 @@ def serve(
             _unregister_revoked(link)
             write_json(server_folder / "nodes.json", nodes)
         logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
-        _see_through(link, server_folder / "app", log)
+        _see_through(link, server_folder / "app", log, out)
     return show_run(out)
 
 
@@ -191,7 +191,7 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
     return None if keys is None else ServerKeys.read(keys)
 
 
-def _see_through(link: SuperLink, app: Path, log: Path) -> None:
+def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
     """Submit the run and watch it; submit it again to continue if the SuperLink dies."""
     run, follower = link.submit(app), _Follower(log)
     last_check, death_count = time.monotonic(), 0
@@ -235,7 +235,8 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
                 )
                 if reason.startswith("paused: "):
                     raise ProcessError(f"the run is {reason} Details: {link.log}")
-                raise ProcessError(f"the run failed: {reason} Go on with it by --resume; details: {link.log}")
+                advice = "Go on with it by --resume" if RunFolder.has_begun(run_path) else "Start it again"
+                raise ProcessError(f"the run failed: {reason} {advice}; details: {link.log}")
 
 
 class _NewLines:
@@ -512,8 +513,9 @@ def _interrupted_once() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _models(folder: Path) -> set[Path]:
-    return set(folder.glob("*/model/model.safetensors"))
+def _models(folder: Path) -> dict[Path, int]:
+    """Files of the client's models, with the times at which they were written."""
+    return {path: path.stat().st_mtime_ns for path in folder.absolute().glob("*/model/model.safetensors")}
 
 
 def _rejection(folder: Path) -> str:
@@ -552,7 +554,7 @@ class _RefusedDownloads:
 
 def _until_done(
     folder: Path,
-    initial_models: set[Path],
+    initial_models: Mapping[Path, int],
     node: SuperNode,
     stop: threading.Event,
     stay: bool,
@@ -563,7 +565,6 @@ def _until_done(
     Stop also if the server does not let the client take part. A client that stays only logs this. Refused downloads are
     logged meanwhile.
     """
-    initial_models = {path.absolute() for path in initial_models}
     while not stop.wait(0.5):
         refusals.log_new()
         if reason := _rejection(folder):
@@ -574,7 +575,7 @@ def _until_done(
             # the server waits for the confirmation
             stop.wait(3)
             stop.set()
-        elif not stay and _models(folder) - initial_models:
+        elif not stay and _models(folder).items() - initial_models.items():
             # the reply about the model must still be sent; a server that does not accept it is not waited for
             for _ in range(4 * GRACE):
                 if not node.is_working():

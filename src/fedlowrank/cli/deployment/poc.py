@@ -17,7 +17,7 @@ from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error
 from ...network.deploy.flower_process import ProcessError, find_free_port
 from ...network.deploy.keys import make_keys
-from ...network.drive import count_clients
+from ...network.operation.client_count import count_clients
 from ..one_run import show_run
 from ..terminal import OUT, say
 from .network_commands import read_experiment

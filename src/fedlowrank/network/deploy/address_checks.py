@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import socket
 from pathlib import Path
 
 import psutil
@@ -48,9 +47,9 @@ def refuse_second(run_path: Path | None, host: str, port: int) -> None:
 
 def make_listen_error(host: str, port: int, error: OSError) -> ProcessError:
     """Make the error for an address that cannot be listened on, naming the process that uses it."""
-    # the error codes of name resolution are not those of the system
-    is_name = isinstance(error, socket.gaierror)
-    reason = error.strerror if is_name else os.strerror(error.errno or 0)
+    # name resolution has negative codes of its own, and create_server makes a plain OSError of its errors
+    is_name = (error.errno or 0) < 0
+    reason = (error.strerror or "").partition(" (while ")[0] if is_name else os.strerror(error.errno or 0)
     problem = f"cannot listen on {host}, port {port}: {reason}"
     if error.errno != errno.EADDRINUSE:
         return ProcessError(f"{problem}. Give another by --host or --port.")

@@ -52,6 +52,8 @@ class Account:
         shapes: length and direction of the updates of the last rounds, by round and client.
         paused: the reason why the run paused; empty if it is not paused.
         watched_from: first round in which a fall of validation is looked for.
+        sent: bytes of all messages of the run, those for evaluation included: headers, payloads to clients (down) and
+            from clients (up).
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -69,6 +71,7 @@ class Account:
     shapes: dict[int, dict[int, UpdateShape]] = field(default_factory=dict)
     paused: str = ""
     watched_from: int = 0
+    sent: dict[str, int] = field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
 
     @classmethod
     def read(cls, folder: Path) -> Account:

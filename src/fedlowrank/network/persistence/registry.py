@@ -133,6 +133,7 @@ class ClientRegistry:
         keys: client of each node's key, by node; None if keys are not checked.
         examples_ratio: bound on the weight of a client relative to the median; see ``Limits``.
         promised_examples: numbers of training examples that the clients promised to have; empty if none did.
+        excluded: round after which the run went on without an excluded client, by client; None for none.
 
     Attributes:
         registered: registered clients by identifier, reachable or not.
@@ -150,6 +151,7 @@ class ClientRegistry:
         keys: Mapping[int, int] | None = None,
         examples_ratio: float = 0.0,
         promised_examples: Sequence[int] = (),
+        excluded: Mapping[int, int] | None = None,
     ) -> None:
         self.experiment, self.clients, self.max_examples, self.keys = (
             experiment,
@@ -158,6 +160,7 @@ class ClientRegistry:
             keys,
         )
         self.examples_ratio, self.promised = examples_ratio, promised_examples
+        self.excluded: Mapping[int, int] = excluded or {}
         self.form: ExampleForm | None = None
         self.registered: dict[int, RegisteredClient] = {}
         self.rejections: dict[int, str] = {}
@@ -193,6 +196,12 @@ class ClientRegistry:
             for i, c in sorted(self.registered.items())
             if c.examples > cap
         }
+
+    def describe_exclusion(self, client_id: int) -> str | None:
+        """The reason why an operator's exclusion keeps a client out; None if it is not excluded."""
+        if (t := self.excluded.get(client_id)) is None:
+            return None
+        return f"client {client_id} is excluded: the run went on without it after round {t}"
 
     def find_reachable(self, node_ids: set[int]) -> set[int]:
         """Clients whose nodes are among the given ones."""
@@ -353,11 +362,19 @@ class ClientRegistry:
                 f"client {client_id} speaks version {registration.protocol} of the messages, this server "
                 f"{PROTOCOL_VERSION}: install the same version of fedlowrank on both"
             )
+        if registration.client_count != self.clients:
+            return (
+                f"client {client_id} computes with {registration.client_count} clients, the server with {self.clients}: noise "
+                "and secure sums depend on the number. Set network.clients (or partition.clients) alike on the server "
+                "and on all clients."
+            )
         if not 0 <= client_id < self.clients:
             return f"it says it is client {client_id}, but clients go from 0 to {self.clients - 1}"
         if self.keys is not None and (owner := self.find_client(node_id)) != client_id:
             owner_text = "not registered" if owner is None else f"that of client {owner}"
             return f"it says it is client {client_id}, but its key is {owner_text}"
+        if (exclusion := self.describe_exclusion(client_id)) is not None:
+            return exclusion
         claim = f"client {client_id} says it has {examples} examples"
         if examples < 1 or min(sizes) < 0 or max(examples, *sizes) > MAX_EXAMPLES:
             return f"{claim}, and {sizes} to validate and test by"

@@ -26,8 +26,9 @@ def coarsen(evaluation: ClientTable, data: ClientData) -> ClientTable:
     """Round an evaluation so that it may leave a site.
 
     Values of a split with fewer than :data:`MIN_EXAMPLES` examples are not sent. An accuracy is rounded to a multiple of
-    1/n, where n is the number of examples; losses and further metrics have :data:`SIGNIFICANT_DIGITS` significant digits.
-    Shares of clusters are computed from training examples, and are sent with the same number of digits.
+    1/n, where n is the number of examples; losses, further metrics and numbers of labels that count have
+    :data:`SIGNIFICANT_DIGITS` significant digits. Shares of clusters are computed from training examples, and are sent
+    with the same number of digits.
 
     Args:
         evaluation: evaluation of a client.

@@ -22,6 +22,7 @@ from ...core.io.text import on_one_line
 from ...results.measurements import COSTS, ClientSelection, Measurements, mean_over_clients
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
+from ...storage.run_files import ACCOUNT
 from .chosen_clusters import Collapse, find_collapse, finds_all_groups
 from .measures import MEASURES, TEST_ACCURACY, TEST_LOSS, Measure
 from .modes import Modes
@@ -309,10 +310,26 @@ class RunStatistics:
         row = pd.Series(self.table.row(test_curve.index[-1], measure.name, series or "", "test"))
         return row[np.isfinite(row) & row.index.isin(self.table.select_clients("counted", len(row)))]
 
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the run was one over a network."""
+        return (self.record.folder / ACCOUNT).exists()
+
     @cached_property
     def costs(self) -> dict[str, float]:
-        """Costs of the whole run."""
-        return total_costs(self.record.rounds)
+        """Costs of the whole run, NaN for those that are not known."""
+        return self._cost_of(self.record.rounds)
+
+    def _cost_of(self, records: Sequence[RoundRecord]) -> dict[str, float]:
+        costs = total_costs(records)
+        run = self.record
+        is_confidential = run.section("run", "privacy").get("kind", "none") != "none" or run.section(
+            "run", "secure"
+        ).get("on")
+        if is_confidential and self.is_deployed:
+            # over a network, such clients do not tell how much they computed
+            costs |= {"steps": math.nan, "flops": math.nan}
+        return costs
 
     @property
     def sends_nothing(self) -> bool:
@@ -329,7 +346,7 @@ class RunStatistics:
         if reached_rounds.empty:
             return None
         records = [record for record in self.record.rounds if record.round <= reached_rounds[0]]
-        return {"round": int(reached_rounds[0]), **total_costs(records)}
+        return {"round": int(reached_rounds[0]), **self._cost_of(records)}
 
     @property
     def state(self) -> str:
@@ -348,12 +365,21 @@ class RunStatistics:
         measure = self.measure or TEST_ACCURACY
         score_curve = self.curve(self.headline, measure)
         if score_curve.empty:
-            problems.append("no evaluation")
+            is_evaluated = any(record.is_evaluated for record in self.record.rounds)
+            test_sizes = [row.get("test") or 0 for row in self.record.clients]
+            # `join` names the smallest number of examples
+            reason = " left the sites: their test sets are small (join --exact-evaluation)"
+            is_held_back = self.is_deployed and is_evaluated and any(test_sizes)
+            problems.append(f"no evaluation{reason if is_held_back else ''}")
         elif (
             score_curve.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]
         ):
             measure_name = measure.sentence_name if measure.is_loss else "accuracy"
             problems.append(f"no finite {measure_name} after round {score_curve.index[-1]}")
+        elif state == "finished" and score_curve.index[-1] < self.record.rounds[-1].round:
+            problems.append(
+                f"last evaluated at round {score_curve.index[-1]} of {self.record.rounds[-1].round}"
+            )
         return ", ".join(problems)
 
     @property

@@ -246,7 +246,8 @@ def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     for title, key, formatter, is_wide, note in (
         ("bytes up", "bytes_up", _format_bytes, False,
          "encoded messages from the clients, lost ones included; units of 1000"),
-        ("bytes down", "bytes_down", _format_bytes, False, "encoded messages to the clients"),
+        ("bytes down", "bytes_down", _format_bytes, False,
+         "encoded messages to the clients that train, without those that only evaluate"),
         ("parameters up", "parameters_up", format_si, True, "floating-point elements in those messages"),
         ("parameters down", "parameters_down", format_si, True, ""),
         ("as float32", "communication_float32", _format_bytes, not has_paper,

@@ -108,7 +108,9 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
     ]
     columns.append(
         (
-            TableColumn("sent", note="bytes of all messages, both ways; units of 1000", is_wide=True),
+            TableColumn(
+                "sent", note="bytes of all messages for training, both ways; units of 1000", is_wide=True
+            ),
             byte_texts,
         )
     )

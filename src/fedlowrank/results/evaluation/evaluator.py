@@ -20,7 +20,7 @@ from .cohort_evaluation import CohortEvaluation
 from .local_model import RoundModels
 from .model_evaluation import ModelEvaluation
 from .pools import PoolCache, list_sets
-from .scoring import count_labels
+from .scoring import count_labels_by_split
 
 EXAMPLES_PER_WORK_ITEM = 4096
 """Number of examples of the clients in one item of the work that an engine maps over."""
@@ -110,9 +110,7 @@ class Evaluator:
         """Count the labels of each client that count; empty if these are the numbers of examples."""
         for i in client_ids:
             if i not in self._labels:
-                data = self.federation.clients[i]
-                counts = [count_labels(examples, self.federation.loss) for examples in list_sets(data)]
-                self._labels[i] = None if counts == self._examples_of(i) else counts
+                self._labels[i] = count_labels_by_split(self.federation.clients[i], self.federation.loss)
         if all(self._labels[i] is None for i in client_ids):
             return []
         label_counts = {i: self._labels[i] or self._examples_of(i) for i in client_ids}

@@ -23,11 +23,11 @@ from ...core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ...core.learning.losses import AUTO, Loss, class_axis
 from ...core.learning.preference_losses import difference_of_chosen
 from ...core.tree import wide_type
-from ...data.dataset import Examples
+from ...data.dataset import ClientData, Examples
 from ...training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
 from ..client_metrics import Metric, compute_metric
 from ..client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
-from .pools import ScoringPool
+from .pools import ScoringPool, list_sets
 
 EXAMPLES_PER_LOSS_CALL = 4096
 """Number of examples whose losses are computed in one call."""
@@ -211,6 +211,13 @@ def _batches(
             for start in range(offset, end, size):
                 yield predict, _slice(examples, start, min(start + size, end))
             offset = end
+
+
+def count_labels_by_split(data: ClientData, loss: Loss) -> list[int] | None:
+    """Count the labels of a client that count in each split of ``SPLITS``; None if these are the numbers of examples."""
+    sets = list_sets(data)
+    counts = [count_labels(examples, loss) for examples in sets]
+    return None if counts == [len(examples) for examples in sets] else counts
 
 
 def count_labels(examples: Examples, loss: Loss) -> int:
