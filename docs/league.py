@@ -21,12 +21,13 @@ import itertools
 import math
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from running import find_test_runs, keep_figures, run_chosen, run_missing, split_numbers, split_words, tune
 from scipy import stats
 from tables.experiments import describe_sources, paste, read_kept, read_sources, refuse_repeated, table_row
@@ -134,12 +135,40 @@ def rank_methods(rows: pd.DataFrame) -> pd.DataFrame:
         Columns rank, low and high, by method.
     """
     table = rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
+    low, high = np.quantile(draw_ranks(table), [0.025, 0.975], axis=0, method="inverted_cdf")
+    rank = stats.rankdata(-table.to_numpy().mean(1).round(5))
+    return pd.DataFrame({"rank": rank, "low": low, "high": high}, index=table.index)
+
+
+def draw_ranks(table: pd.DataFrame) -> NDArray[np.float64]:
+    """Ranks ``[draws, methods]`` in all draws of the seeds with replacement, from accuracies ``[methods, seeds]``."""
     values = table.to_numpy()
     draws = itertools.product(range(values.shape[1]), repeat=values.shape[1])
-    drawn = np.array([stats.rankdata(-values[:, some].mean(1).round(5)) for some in draws])
-    low, high = np.quantile(drawn, [0.025, 0.975], axis=0, method="inverted_cdf")
-    rank = stats.rankdata(-values.mean(1).round(5))
-    return pd.DataFrame({"rank": rank, "low": low, "high": high}, index=table.index)
+    return np.array([stats.rankdata(-values[:, some].mean(1).round(5)) for some in draws])
+
+
+def mean_ranks(tasks: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Mean ranks over tasks, with 95 % intervals over draws of the seeds, which are independent between tasks.
+
+    Args:
+        tasks: rows of :func:`read_runs` by task, of the same methods.
+
+    Returns:
+        Columns rank, low and high, by method, the best first.
+    """
+    # distribution of the sum of ranks of each method, in half ranks, for ranks may be shared
+    sums: dict[str, NDArray[np.float64]] = {}
+    for rows in tasks.values():
+        table = rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
+        for method, ranks in zip(table.index, draw_ranks(table).T, strict=True):
+            shares = np.bincount((2 * ranks).astype(int)) / len(ranks)
+            sums[method] = np.convolve(sums.get(method, np.ones(1)), shares)
+    means = pd.DataFrame({task: rank_methods(rows)["rank"] for task, rows in tasks.items()}).mean(axis=1)
+    ends = {
+        m: np.searchsorted(np.cumsum(p) + 1e-12, [0.025, 0.975]) / (2 * len(tasks)) for m, p in sums.items()
+    }
+    found = pd.DataFrame(ends, index=["low", "high"]).T
+    return found.assign(rank=means).sort_values("rank")[["rank", "low", "high"]]
 
 
 def chosen_settings(tuning: Path) -> dict[str, str]:
@@ -187,13 +216,16 @@ def task_table(rows: pd.DataFrame, settings: dict[str, str], titles: dict[str, s
 
 def overall_table(tasks: dict[str, pd.DataFrame], titles: dict[str, str]) -> str:
     """Ranks of all methods that every task has, by their mean."""
-    ranks = {task: rank_methods(rows)["rank"] for task, rows in tasks.items()}
-    together = pd.DataFrame(ranks).dropna()
-    order = together.mean(axis=1).sort_values()
-    lines = [table_row(["mean rank", "method", *tasks]), "| ---: | :--- |" + " ---: |" * len(tasks)]
-    for method, mean in order.items():
+    together = pd.DataFrame({task: rank_methods(rows)["rank"] for task, rows in tasks.items()}).dropna()
+    common = {task: rows[rows["method"].isin(together.index)] for task, rows in tasks.items()}
+    lines = [
+        table_row(["mean rank", "95 % of mean ranks", "method", *tasks]),
+        "| ---: | ---: | :--- |" + " ---: |" * len(tasks),
+    ]
+    for method, mean in mean_ranks(common).iterrows():
         own = [f"{v:g}" for v in together.loc[method]]
-        lines.append(table_row([f"{mean:.1f}", titles[str(method)], *own]))
+        ends = f"{mean['low']:.1f}–{mean['high']:.1f}"
+        lines.append(table_row([f"{mean['rank']:.1f}", ends, titles[str(method)], *own]))
     return "\n".join(lines)
 
 
@@ -212,9 +244,7 @@ def write() -> None:
     complete = {task: tables[task] for task in done if not missing[task]}
     if len(complete) > 1:
         overall = overall_table(complete, titles)
-        about = (
-            f"Of the tasks that all their methods have run: {', '.join(f'`{task}`' for task in complete)}."
-        )
+        about = f"Of the tasks for which no method is missing: {', '.join(f'`{task}`' for task in complete)}."
         parts += ["## All tasks", about, f'<div class="sortable" markdown>\n\n{overall}\n\n</div>']
     for task in done:
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv")

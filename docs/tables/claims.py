@@ -123,7 +123,11 @@ def _judge_case(case: dict[str, Any]) -> Case:
         lost = len(seeds) - kept[0], len(seeds) - kept[1]
         is_loss = scale == 1
         judged = judge_difference(
-            scale * pairs.to_numpy(), case["expected"], math.nan if is_loss else MARGIN, lost[0] - lost[1]
+            scale * pairs.to_numpy(),
+            case["expected"],
+            math.nan if is_loss else MARGIN,
+            lost[0] - lost[1],
+            lower_is_better=is_loss,
         )
         unit = "loss" if is_loss else "points"
     effects = tuple(read_effect(effect) for effect in case.get("effects", ()))
@@ -226,8 +230,9 @@ def _count_mark(cases: Sequence[Case], mark: str) -> str:
 
 def count_verdicts() -> str:
     """The number of claims that have each verdict, and of those that are judged on the paper's own task."""
-    judged = judge_claims()
+    judged = [row for row in judge_claims() if is_counted(row[0])]
     found = [verdict for _, _, verdict in judged]
+    others = len(judge_claims()) - len(found)
     phrases = {
         "holds": ("holds", "hold"),
         "holds in part": ("holds in part", "hold in part"),
@@ -244,12 +249,19 @@ def count_verdicts() -> str:
     return (
         f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. The nearest comparison has the paper's own "
         f"task for {matched} of {judged_count} claims; the other tasks are *proxies*, which are smaller or have other data."
+        + f" {others} more row of the tables is a question of this page and no claim of a paper."
+        * (others == 1)
     )
+
+
+def is_counted(claim: dict[str, Any]) -> bool:
+    """Whether it is a claim of a paper, and not a question that this page adds."""
+    return bool(claim.get("counted", True))
 
 
 def verdicts_table() -> str:
     """Number of claims by paper and verdict, without verdicts that no claim has."""
-    judged = judge_claims()
+    judged = [row for row in judge_claims() if is_counted(row[0])]
     verdicts = [verdict for verdict in VERDICTS if any(verdict == found for *_, found in judged)]
     lines = [table_row(["paper", *verdicts]), "| :--- |" + " ---: |" * len(verdicts)]
     for paper in [*papers(), "all"]:

@@ -33,7 +33,11 @@ class Judgment(NamedTuple):
 
 
 def judge_difference(
-    differences: NDArray[np.float64], expected: str, margin: float = MARGIN, more_diverged: int = 0
+    differences: NDArray[np.float64],
+    expected: str,
+    margin: float = MARGIN,
+    more_diverged: int = 0,
+    lower_is_better: bool = False,
 ) -> Judgment:
     """Judge paired differences of two methods.
 
@@ -42,6 +46,7 @@ def judge_difference(
         expected: what the claim says: ``+`` above 0, ``-`` below 0, ``>=`` above -margin, ``=`` within the margin.
         margin: of equivalence, in the unit of the differences; NaN if there is none.
         more_diverged: seeds in which the method diverged, minus those in which the other diverged.
+        lower_is_better: whether a method wins by a difference below 0, as for losses.
 
     Returns:
         The mark is ``for`` if the whole 95 % interval is on the claimed side of 0, ``against`` if it is on the other
@@ -59,12 +64,13 @@ def judge_difference(
     elif expected == "=" and is_equivalent:
         mark, p = "for", max(_p_above(differences, -margin), _p_above(-differences, -margin))
     elif found.low > 0 or found.high < 0:
-        winner = 1 if found.low > 0 else -1
+        side = 1 if found.low > 0 else -1
+        winner = -side if lower_is_better else side
         if winner * more_diverged > 0:
             mark, p = "open", 1.0
         else:
             claimed = {"+": 1, ">=": 1, "-": -1, "=": 0}[expected]
-            mark = "for" if winner == claimed else "against"
+            mark = "for" if side == claimed else "against"
     return Judgment(found.mean, found.low, found.high, p, found.n, mark, is_equivalent)
 
 
@@ -97,8 +103,8 @@ def judge_claim(judgments: Sequence[Judgment], is_strong: Sequence[bool], asks: 
     Args:
         judgments: of the comparisons.
         is_strong: whether each excludes its null hypothesis after Holm's correction within the claim.
-        asks: ``every``: the claim is about all comparisons at once ("the best"); ``each``: it is a direction that
-            each comparison tests; ``one``: it says that something can be.
+        asks: ``every``: the claim is about all comparisons at once ("the best", "above A, B and C"); ``each``: it is a direction
+            that each comparison tests; ``one``: it says that something can be.
 
     Returns:
         A statement about all comparisons needs no correction: it is made only if every single one confirms it

@@ -81,6 +81,34 @@ def test_ranks_by_hand() -> None:
     assert ranks.loc["twin", ["low", "high"]].tolist() == [2, 4]
 
 
+def test_mean_ranks_are_those_of_all_pairs_of_draws() -> None:
+    accuracies = {
+        "one": {"a": [0.9, 0.5], "b": [0.8, 0.7], "c": [0.1, 0.7]},
+        "two": {"a": [0.3, 0.4], "b": [0.3, 0.4], "c": [0.5, 0.2]},
+    }
+    tasks = {
+        task: pd.DataFrame(
+            [{"method": m, "seed": k, "accuracy": v} for m, vs in by_method.items() for k, v in enumerate(vs)]
+        )
+        for task, by_method in accuracies.items()
+    }
+    draws = list(itertools.product((0, 1), repeat=2))
+    sums: dict[str, list[float]] = {m: [] for m in "abc"}
+    for first, second in itertools.product(draws, repeat=2):
+        ranks = [
+            stats.rankdata([-sum(by_method[m][k] for k in some) for m in "abc"])
+            for by_method, some in zip(accuracies.values(), (first, second), strict=True)
+        ]
+        for place, m in enumerate("abc"):
+            sums[m].append(sum(r[place] for r in ranks) / 2)
+    actual = league.mean_ranks(tasks)
+    for m, values in sums.items():
+        # one draw of sixteen is more than 2.5 %
+        assert actual.loc[m, ["low", "high"]].tolist() == [min(values), max(values)]
+    # in the second task all means are equal
+    assert actual["rank"].to_dict() == {"b": 1.5, "a": 2.0, "c": 2.5}
+
+
 @pytest.mark.parametrize("task", DONE)
 def test_intervals_of_ranks_are_those_of_all_draws(task: str) -> None:
     """Of five seeds there are 126 multisets; a multiset stands for as many draws as it has orders."""

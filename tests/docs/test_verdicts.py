@@ -131,7 +131,8 @@ class Found:
             self.mark, self.p = "for", stats.t.sf((margin - abs(mean)) / error, n - 1)
         elif sign == 0:
             self.mark = "open"
-        elif sign == np.sign(lost_more):
+        elif (-sign if is_loss else sign) == np.sign(lost_more):
+            # the winner, which has the lower loss or the higher accuracy, diverged more often
             self.mark, self.p = "open", 1.0
         else:
             self.mark = "for" if sign == {"+": 1, ">=": 1, "-": -1, "=": 0}[expected] else "against"
@@ -257,9 +258,17 @@ def test_the_first_table_counts_the_verdicts() -> None:
             if paper == "all"
             else text.split(f"<!-- evidence claims {paper} -->")[1].split("<!-- end -->")[0]
         )
-        actual = [cells(line)[-1].strip("*") for line in part.splitlines() if line.startswith("| [")]
+        # a question that the page adds is no claim of a paper
+        actual = [
+            cells(line)[-1].strip("*")
+            for line in part.splitlines()
+            if line.startswith("| [") and "(not a claim of the paper)" not in line
+        ]
         assert counts == [str(actual.count(verdict)) for verdict in cells(head)[1:]]
         assert verdicts <= set(cells(head)[1:])
+    assert [c["claim"] for c in CLAIMS if not c.get("counted", True)] == [
+        c["claim"] for c in CLAIMS if "(not a claim of the paper)" in c["claim"]
+    ]
     # the first sentence says the same as the row of all papers
     said = text.split("<!-- evidence count -->")[1].split("<!-- end -->")[0]
     *_, total = map(cells, rows)
@@ -342,6 +351,20 @@ class TestRules:
         below = [-value for value in above]
         assert [self.judge(x).mark for x in (above, below, around)] == ["for", "against", "open"]
         assert [self.judge(x, "-").mark for x in (above, below, around)] == ["against", "for", "open"]
+
+    def test_a_method_that_diverged_more_often_cannot_win(self) -> None:
+        above = np.array([2.0, 2.1, 1.9, 2.2])
+        for lower_is_better, sign in ((False, 1), (True, -1)):
+            # sign: of a difference by which the first method wins
+            claimed = "-" if lower_is_better else "+"
+            marks = [
+                rules.judge_difference(
+                    side * sign * above, claimed, np.nan, more, lower_is_better=lower_is_better
+                ).mark
+                for side in (1, -1)
+                for more in (1, 0, -1)
+            ]
+            assert marks == ["open", "for", "for", "against", "against", "open"]
 
     def test_equivalence_is_two_one_sided_tests(self) -> None:
         # the 90 % interval is inside, the 95 % interval is not
