@@ -249,7 +249,7 @@ def count_verdicts() -> str:
     return (
         f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. The nearest comparison has the paper's own "
         f"task for {matched} of {judged_count} claims; the other tasks are *proxies*, which are smaller or have other data."
-        + f" {others} more row of the tables is a question of this page and no claim of a paper."
+        + " One more row of the tables is a question of this page and no claim of a paper."
         * (others == 1)
     )
 
