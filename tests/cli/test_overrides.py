@@ -16,7 +16,7 @@ from fedlowrank.config.reading.field_help import list_tables
 from fedlowrank.config.reading.merging import LayeredTables, parse_override, parse_value, parse_variation
 from fedlowrank.config.tuning import nest_values
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.learning.optimizer import AdamW, Group
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.data.partitioning.partition import Dirichlet
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
@@ -199,6 +199,14 @@ def test_the_same_value_twice_and_a_table_with_more_of_its_fields() -> None:
         (["compare", "run.seed=1", "--seeds", "2"], "run.seed: nothing reads"),
         (["compare", "seeds=[1]", "run.seed=2"], "run.seed: nothing reads"),
         (["compare", "--vary", "run.seed=1,2"], "run.seed cannot be varied"),
+        (["compare", "--vary", "tune.rounds=1,2"], "tune.rounds cannot be varied: `fedlowrank tune` alone"),
+        (
+            ["compare", "--vary", "method=fedavg,standalone"],
+            "method cannot be varied: the methods are named by",
+        ),
+        (["compare", "--vary", "seeds=[0],[1]"], "seeds cannot be varied: the seeds are named by --seeds"),
+        (["compare", "--vary", 'compare=["fedavg"],["standalone"]'], "compare cannot be varied"),
+        (["compare", "--seeds", ""], "--seeds takes whole numbers, such as 0,1,2; not ''"),
         (["compare", "run.rounds=1", "--vary", "run.rounds=2,3"], "run.rounds: nothing reads this override"),
         (["compare", "vary=run.rounds=1,2", "--vary", "run.rounds=2,3"], "vary: nothing reads"),
         (["compare", "--vary", "methods.fedprox.mu=0.1,1"], "methods.fedprox: nothing reads"),
@@ -226,6 +234,34 @@ def test_a_default_that_every_method_has_its_own_value_of(capsys: Capsys) -> Non
     # the other method of the comparison reads it
     made = read("defaults.epochs=3", text=Path(file).read_text())
     assert [made.build_method(name).epochs for name in ("fedavg", "standalone")] == [2, 3]
+
+
+def test_a_part_of_a_methods_table_is_laid_over_the_default() -> None:
+    """As in a grid of `tune`: a grid over the momentum of one method keeps its learning rate."""
+    made = read("methods.fedavg.optimizer.momentum=0.9").build_method("fedavg")
+    assert made.optimizer == SGD(lr=0.1, momentum=0.9)
+    # the default may be overridden, too, in any order
+    for overrides in itertools.permutations(
+        ("methods.fedavg.optimizer.kind=adamw", "defaults.optimizer.lr=0.2", "--")
+    ):
+        experiment = read(*(text for text in overrides if text != "--"))
+        assert experiment.build_method("fedavg").optimizer == AdamW(lr=0.2)
+        assert experiment.build_method("standalone").optimizer == SGD(lr=0.2)
+    # a table of the file's own replaces the default, and is what is changed
+    text = SMALL + "[methods.fedavg.optimizer]\nmomentum = 0.5\n"
+    assert read("methods.fedavg.optimizer.weight_decay=0.1", text=text).build_method(
+        "fedavg"
+    ).optimizer == SGD(momentum=0.5, weight_decay=0.1)
+    python = read().overlay({"methods": {"fedavg": {"optimizer": {"momentum": 0.9}}}})
+    assert python.build_method("fedavg") == made
+    laid = LayeredTables.read(Path(write(Path())))
+    vary = ["methods.fedavg.optimizer.momentum=0.0,0.9"]
+    base = read_varied(laid, vary, ("fedavg",))
+    rates = [
+        run.experiment.build_method("fedavg").optimizer.lr
+        for run in plan_runs(base, ["fedavg"], [0], vary, Path(), laid)
+    ]
+    assert rates == [0.1, 0.1]
 
 
 def test_a_variant_does_not_read_the_table_of_its_method(capsys: Capsys) -> None:

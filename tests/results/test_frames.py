@@ -241,6 +241,22 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         load_runs(tmp_path / "absent")
 
 
+def test_a_round_at_which_a_client_diverged_is_the_worst_though_it_has_an_accuracy() -> None:
+    def validation(losses: list[float | None], accuracies: list[float | None]) -> float | None:
+        columns = [
+            Column(name, "personal", "val", values)
+            for name, values in (("accuracy", accuracies), ("loss", losses))
+        ]
+        return RoundRecord(1, measured=ClientTable([0, 1], columns)).validation()
+
+    assert validation([0.1, 0.3], [0.75, 0.25]) == 0.5
+    assert validation([0.1, math.nan], [0.9, 0.8]) == -math.inf
+    assert validation([0.1, 0.3], [None, None]) == -0.2
+    assert validation([0.1, math.nan], [None, None]) == -math.inf
+    assert validation([None, None], [0.9, 0.8]) == pytest.approx(0.85)
+    assert validation([None, None], [None, None]) is None
+
+
 def test_results_of_the_best_round_by_validation() -> None:
     torch.manual_seed(0)  # of the model's initial values
     x = torch.randn(60, 4)

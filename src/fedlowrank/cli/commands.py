@@ -124,12 +124,12 @@ def compare(
     base = read_varied(config_tables, vary, methods or ())
     option_paths = [
         *(("compare", "method") if methods else ("method",) if base.compare else ()),
-        *(("seeds", "run.seed") if seeds else ("run.seed",) if base.seeds else ()),
+        *(("seeds", "run.seed") if seeds is not None else ("run.seed",) if base.seeds else ()),
         *(("vary",) if vary else ()),
     ]
     refuse_unread_overrides(config_tables, {"tune": TUNE, **{path: COMPARED[path] for path in option_paths}})
     refuse_network_settings(base, [*overrides, *(vary or base.vary)])
-    seed_numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
+    seed_numbers = _parse_seeds(seeds) if seeds is not None else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
     runs = plan_runs(
         base, methods or base.compared_methods, seed_numbers, vary or base.vary, out, config_tables
@@ -300,6 +300,11 @@ def report(
     """
     runs, damaged_count = read_each(folders, read_for_report)
     records = sort_runs(runs)
+    if out.suffix in (".md", ".csv"):
+        raise ConfigError(
+            f"-o {out} names the page; its tables are beside it as {out.stem}.md and {out.stem}.csv. Choose a name such as "
+            f"{out.with_suffix('.html').name}"
+        )
     for option, path in (("--latex", latex), ("--csv", csv)):
         if path is not None and path.resolve() in {
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")

@@ -14,6 +14,7 @@ from ..storage.digest import digest_of
 from ..storage.run_folder import RunFolder
 from .experiment import ExperimentConfig
 from .reading.merging import LayeredTables, parse_value, parse_variation
+from .reading.unread_overrides import NOT_VARIED
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> Laye
                 python="name the seeds, such as seeds=[0, 1].",
                 command="name the seeds by --seeds, such as --seeds 0,1",
             )
+        if reason := NOT_VARIED.get(field.partition(".")[0]):
+            raise ConfigError(f"{field} cannot be varied: {reason}")
         if config_tables.overrides_field(field):
             raise ConfigError(
                 f"{field}: nothing reads this override, for the field is varied. Leave it out,",

@@ -31,7 +31,7 @@ from ..models.zoo import ModelSettings
 from ..rounds.config_changes import changes_of
 from ..rounds.run_settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
-from .reading.merging import LayeredTables, format_toml, merge_tables
+from .reading.merging import LayeredTables, find_inherited, format_toml, lay_over
 from .reading.parsing import (
     CONFIG_ERROR,
     build,
@@ -210,8 +210,12 @@ class ExperimentConfig(pydantic.BaseModel):
 
     def refuse_overrides_of_other_methods(self, config_tables: LayeredTables, names: Sequence[str]) -> None:
         """Refuse overrides of methods other than the named ones; see :mod:`.reading.unread_overrides`."""
-        overrides = {name: settings.model_extra or {} for name, settings in self.methods.items()}
-        refuse_overrides_of_other_methods(config_tables.overrides, overrides, names)
+        inherited = find_inherited(config_tables.tables, config_tables.overrides)
+        own_fields = {
+            name: [field for field in settings.model_extra or {} if (name, field) not in inherited]
+            for name, settings in self.methods.items()
+        }
+        refuse_overrides_of_other_methods(config_tables.overrides, own_fields, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment again with nested tables that override it.
@@ -220,7 +224,7 @@ class ExperimentConfig(pydantic.BaseModel):
         value does not read are dropped: a comparison may switch a section off.
         """
         merged = self.to_dict()
-        merge_tables(merged, tables)
+        lay_over(merged, tables)
         return self.parse(merged, self._allow_code)
 
     def to_dict(self) -> dict[str, Any]:

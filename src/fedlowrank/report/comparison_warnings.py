@@ -129,7 +129,22 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
-    """List settings, other than methods and varied ones, in which the runs of one experiment differ."""
+    """List settings, other than methods and varied ones, in which the runs of one experiment differ.
+
+    Runs are compared with those that have the same varied values, because a varied field may change others, such as
+    the architecture.
+    """
+    groups_by_variation: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        groups_by_variation.setdefault(str(group.vary), []).append(group)
+    differences = dict.fromkeys(
+        text for same_groups in groups_by_variation.values() for text in _find_other_settings(same_groups)
+    )
+    return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []
+
+
+def _find_other_settings(groups: Sequence[RunGroup]) -> list[str]:
+    """Describe settings, other than those of methods, in which groups with the same varied values differ."""
     varied_names = {last_part(key) for group in groups for key, _ in group.vary}
     all_settings = [run.settings for group in groups for run in group.runs]
     differences = []
@@ -141,7 +156,7 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
         values = dict.fromkeys(settings.get(key, "none") for settings in settings_with_key)
         if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied_names:
             differences.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
-    return [f"The runs differ in more than their methods: {'; '.join(differences)}."] if differences else []
+    return differences
 
 
 def warn_of_several(experiments: Sequence[ComparedExperiment]) -> str:

@@ -143,10 +143,11 @@ class RoundRecord:
         The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
         these clients is not finite.
         """
-        for sign, mean in ((1.0, self.mean(split="val")), (-1.0, self.mean(LOSS, split="val"))):
-            if mean is not None:
-                return -math.inf if math.isnan(mean) else sign * mean
-        return None
+        accuracy, loss = self.mean(split="val"), self.mean(LOSS, split="val")
+        # a model that diverged still has an accuracy, that of wrong answers
+        if any(mean is not None and math.isnan(mean) for mean in (accuracy, loss)):
+            return -math.inf
+        return accuracy if accuracy is not None else None if loss is None else -loss
 
     def mean(self, name: str = ACCURACY, *, split: str) -> float | None:
         """Mean of a number of the headline over the clients that can train and are not hostile.

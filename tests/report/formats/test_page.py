@@ -238,6 +238,18 @@ def test_different_federations_under_one_name_are_noted(make_run, written):
     assert "partition.kind" in text
 
 
+@pytest.mark.usefixtures("words_only")
+def test_what_a_varied_field_changes_is_no_other_difference(make_run, written):
+    runs = [
+        make_run(name, vary={"model.hidden": hidden}, models={"mlp": {"parameters": size}})
+        for hidden, size in (("[8]", 67), ("[4, 4]", 55))
+        for name in "ab"
+    ]
+    assert "The runs differ in more" not in written(runs)
+    runs.append(make_run("c", vary={"model.hidden": "[8]"}, models={"mlp": {"parameters": 99}}))
+    assert "The runs differ in more than their methods: models.mlp" in written(runs)
+
+
 ODD = [
     [],
     [{"round": 0, "accuracy": None}],

@@ -177,6 +177,36 @@ class TestDivergence:
         assert findings_of(runs)[0].startswith("b reaches the highest")
         assert b["not_worse"] == 1
 
+    def test_costs_to_a_target_count_diverged_seeds_as_failures(self, make_run):
+        """Three of six seeds reached 0.4 at once and the others diverged; without them the method would be the cheapest."""
+        runs = [
+            make_run(
+                name, s, rounds=rounds_of([[0.1], [0.5], [0.6]]),
+                status={"state": "diverged" if name == "a" and s > 2 else "finished", "rounds": 2},
+            )
+            for name in "ab" for s in range(6)
+        ]  # fmt: skip
+        a, b = rows_of(compare_runs(runs, 0.4))
+        assert (a["target_reached_seeds"], a["target_seeds"], a["target_bytes"]) == (3, 6, None)
+        assert (b["target_reached_seeds"], b["target_seeds"], b["target_round"]) == (6, 6, 1)
+        assert cells(compare_runs(runs, 0.4), "target", "rounds") == ["3 of 6 seeds", "1.0"]
+        # nor is the accuracy that the others reached one that all seeds of a method did
+        assert group_runs(runs[:6])[0].target.value is None
+
+    def test_where_every_method_diverged_none_leads(self, make_run):
+        values = {"0.1": [0.7, 0.6], "9": [0.9, 0.2]}
+        runs = [
+            make_run(
+                name, s, rounds=rounds_of([[0.1], [top]]), vary={"optimizer.lr": lr},
+                status={"state": "diverged" if lr == "9" and s else "finished", "rounds": 1},
+            )
+            for lr, tops in values.items() for name, top in zip("ab", tops, strict=True) for s in range(3)
+        ]  # fmt: skip
+        assert findings_of(runs)[0].startswith("a leads at 1 of 1 settings.")
+        table = compare_runs(runs)
+        assert [row["not_worse"] for row in rows_of(table) if "9" in row["label"]] == [None, None]
+        assert not any("best" in row for row in table.summary.rows if "9" in row[0])
+
 
 class TestStopped:
     def runs(self, make_run):

@@ -72,7 +72,7 @@ class LayeredTables:
     def merge(self) -> dict[str, Any]:
         """Merge the tables with the overrides, unchecked, and log the fields that the overrides discard."""
         merged = _expand_grids(self.tables)
-        for text in merge_tables(merged, _expand_grids(self.overrides)):
+        for text in lay_over(merged, _expand_grids(self.overrides)):
             if text not in self.logged:
                 self.logged.add(text)
                 logger.info(text)
@@ -99,6 +99,39 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
     for text in merge_tables(merged, tables):
         logger.info(text)
     return merged
+
+
+def lay_over(base: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
+    """Merge overrides into the tables of an experiment in place.
+
+    An override of a part of a method's table, such as ``methods.NAME.optimizer.momentum``, changes what the method has
+    without it: the table ``[methods.NAME.optimizer]``, or else that of ``[defaults]``.
+
+    Returns:
+        The lines of :func:`merge_tables`.
+    """
+    lines = merge_tables(base, {name: value for name, value in overrides.items() if name != "methods"})
+    for name, top in find_inherited(base, overrides):
+        base.setdefault("methods", {}).setdefault(name, {})[top] = copy.deepcopy(base["defaults"][top])
+    return lines + merge_tables(base, {"methods": overrides["methods"]} if "methods" in overrides else {})
+
+
+def find_inherited(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Find the methods and fields of which an override changes a part and the tables have a default only."""
+    defaults, methods = (tables.get(section, {}) for section in ("defaults", "methods"))
+    overridden = overrides.get("methods", {})
+    if not all(isinstance(table, Mapping) for table in (defaults, methods, overridden)):
+        # refused with its name when the tables are parsed
+        return set()
+    return {
+        (name, top)
+        for name, fields in overridden.items()
+        if isinstance(fields, Mapping) and isinstance(methods.get(name, {}), Mapping)
+        for top, value in fields.items()
+        if isinstance(value, Mapping)
+        and isinstance(defaults.get(top), Mapping)
+        and top not in methods.get(name, {})
+    }
 
 
 def merge_tables(base: dict[str, Any], overlay: Mapping[str, Any], path: str = "") -> list[str]:

@@ -23,6 +23,18 @@ COMPARED = {
     "vary": "--vary names what is varied. Leave one of the two out.",
 }
 """Overrides that a comparison does not read if an option replaces them, with the reason."""
+NOT_VARIED = {
+    "method": "the methods are named by --methods or compare = [...]",
+    "compare": "the methods are named by --methods or compare = [...]",
+    "seeds": "the seeds are named by --seeds or seeds = [...]",
+    "vary": "every varied field has a --vary of its own",
+    "tune": TUNE,
+    "name": "all runs of a comparison have one name",
+    "title": "all runs of a comparison have one title",
+    "paper": "no run reads it",
+    "reference": "no run reads it",
+}
+"""Top-level fields and sections that cannot be varied, because no single run reads them, with the reason."""
 
 
 def refuse_overrides_of_other_methods(

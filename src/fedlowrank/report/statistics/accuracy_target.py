@@ -32,7 +32,7 @@ def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | N
     reached it by its first evaluated round.
 
     Args:
-        settings: runs of each method and setting, one per seed.
+        settings: finished and diverged runs of each method and setting, one per seed.
         target: accuracy in (0, 1], or None for a default.
 
     Raises:
@@ -106,6 +106,8 @@ def _best_mean(run: RunStatistics) -> float | None:
 
 
 def _whole_percent(runs: Sequence[RunStatistics]) -> int:
-    """Find the highest whole percent that all evaluated runs reached; 0 if there is none."""
+    """Find the highest whole percent that all evaluated runs reached; 0 if there is none, or if a run diverged."""
+    if any(run.state == "diverged" for run in runs):
+        return 0
     best_means = [best for run in runs if (best := _best_mean(run)) is not None]
     return math.floor(100 * min(best_means, default=0) + 1e-9)

@@ -203,7 +203,11 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
             key = json.dumps([run.record.method, run.settings, run.record.vary], sort_keys=True)
             runs_by_settings.setdefault(key, []).append(run)
         group_target = choose_target(
-            [_finished(setting_runs) for setting_runs in runs_by_settings.values()], target
+            [
+                [run for run in setting_runs if run.state == "diverged" or run in _finished(setting_runs)]
+                for setting_runs in runs_by_settings.values()
+            ],
+            target,
         )
         groups += _label(
             [_group(experiment, setting_runs, group_target) for setting_runs in runs_by_settings.values()]

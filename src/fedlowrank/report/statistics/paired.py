@@ -48,13 +48,13 @@ class Family:
 
     @property
     def best(self) -> RunGroup | None:
-        """Group with the best mean."""
-        return self.ranked[0][0] if self.ranked else None
+        """Group with the best mean; None without a result, and if seeds or clients of every group diverged."""
+        return self.ranked[0][0] if self.ranked and not self.ranked[0][1].diverged else None
 
     @property
     def not_worse(self) -> list[RunGroup]:
         """The best group and those that are not significantly worse; groups without a test are left out."""
-        return [group for group, _ in self.ranked[:1]] + [
+        return [group for group in (self.best,) if group is not None] + [
             comparison.group for comparison in self.comparisons if comparison.is_inconclusive
         ]
 

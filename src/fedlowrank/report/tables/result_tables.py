@@ -280,7 +280,7 @@ def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _format_rounds(row: Mapping[str, Any]) -> str:
-    reached_count, n, mean = row["target_reached_seeds"], row["seeds"], row["target_round"]
+    reached_count, n, mean = row["target_reached_seeds"], row["target_seeds"], row["target_round"]
     if pd.isna(row["target"]) or not n:
         return MISSING
     if not reached_count:

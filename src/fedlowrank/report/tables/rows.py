@@ -90,11 +90,14 @@ def _costs(group: RunGroup) -> Row:
 def _costs_to_target(group: RunGroup) -> Row:
     """Columns of the mean costs until the target was reached; none unless every evaluated seed reached it."""
     target_costs = [cost for run in group.runs if (cost := run.costs_to(group.target.value)) is not None]
-    complete_costs = target_costs if target_costs and len(target_costs) == len(group.headline_results) else []
+    # a run that diverged did not reach it
+    seed_count = len(group.headline_results) + [r.state for r in group.unfinished_runs].count("diverged")
+    complete_costs = target_costs if target_costs and len(target_costs) == seed_count else []
     return {
         "target": group.target.value,
         "target_source": group.target.source,
         "target_reached_seeds": len(target_costs),
+        "target_seeds": seed_count,
         "target_round": _mean(cost["round"] for cost in complete_costs),
         "target_bytes": _mean(_both_ways(cost, "bytes") for cost in complete_costs),
         "target_parameters": _mean(_both_ways(cost, "parameters") for cost in complete_costs),
