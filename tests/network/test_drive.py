@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fedlowrank import average_by_examples, load_runs
 from fedlowrank.cli.main import main
 from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.config.stored_run import open_run
@@ -286,7 +288,7 @@ def test_a_finished_run_that_is_resumed_keeps_its_results(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    made = small("fedavg", rounds=2, network={"wait": 30.0})
+    made = small("fedavg", rounds=2, network={"wait": 30.0, "min_clients": 1})
 
     def leaves(there: LocalTransport, message: NodeMessage) -> Any:
         there.away.add(102)
@@ -295,9 +297,17 @@ def test_a_finished_run_that_is_resumed_keeps_its_results(
     carrier, first = run_whole(made, tmp_path, fault_in_round(3, 2, leaves))
     last = first.rounds[-1].by_client()
     assert last.keys() == {0, 1}
-    # only the client that missed the end comes back
-    carrier.fault, carrier.away = intact, {100, 101}
-    result = serve_run(carrier, made, tmp_path / "run", resume=True)
+    # the client that missed the end comes back a while after another one
+    carrier.fault, carrier.away = intact, {100, 102}
+    began, nodes = carrier.clock.now, LocalTransport.nodes
+    with pytest.MonkeyPatch.context() as patch:
+
+        def comes(there: LocalTransport) -> set[int]:
+            there.away = {100} if there.clock.now > began + 20 else {100, 102}
+            return nodes(there)
+
+        patch.setattr(LocalTransport, "nodes", comes)
+        result = serve_run(carrier, made, tmp_path / "run", resume=True)
     _, records = run_sequentially(made, result.rounds)
     assert assert_same_record(result.rounds[-1], records[-1]) == set()
     assert result.rounds[-1].by_client() == {**last, 2: records[-1].by_client()[2]}
@@ -598,6 +608,39 @@ def test_a_client_that_comes_while_the_others_are_waited_for_at_the_end_is_asked
     if not is_back:
         assert told.read_text() == "the run was over before client 2 took part, so it gets no model"
         assert count_logged(caplog, "the run was over before client 2") == 1
+    # nor does it get a model, or a result, where the finished run is resumed
+    before = RunRecord.load(tmp_path / "run").rounds[-1]
+    told.unlink(missing_ok=True)
+    carrier.fault = intact
+    serve_run(carrier, made, tmp_path / "run", resume=True)
+    assert told.exists() is not is_back
+    assert (tmp_path / "client-2" / "rejected.txt").exists() is not is_back
+    assert RunRecord.load(tmp_path / "run").rounds[-1] == before
+
+
+def test_a_client_that_joined_late_counts_with_its_examples(tmp_path: Path) -> None:
+    sizes = {"kind": "dirichlet", "alpha": 0.5, "clients": 3}
+    made = small("fedavg", rounds=3, network={"min_clients": 2, "wait": 1.0}, partition=sizes)
+    carrier = local(made, tmp_path)
+    carrier.away = {102}
+
+    def comes(there: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 2:
+            there.away.discard(102)
+
+    carrier.fault = fault_on_orders(comes)
+    result = serve_run(carrier, made, tmp_path / "run")
+    counts = [float(len(data.test)) for data in made.shares().data]
+    assert len(set(counts)) > 1
+    last = result.rounds[-1]
+    assert last.by_client().keys() == {0, 1, 2}
+    expected = np.average(last.values(), weights=counts)
+    record = RunRecord.load(tmp_path / "run")
+    assert [row["test"] for row in record.clients] == counts
+    weighted = record.measurements.over_clients("accuracy", "personal").iloc[-1]["weighted"]
+    assert weighted == pytest.approx(expected)
+    rows = load_runs(tmp_path / "run").query("split == 'test'").assign(all=1)
+    assert average_by_examples(rows[rows["round"] == 3], "all").item() == pytest.approx(expected)
 
 
 def test_a_run_over_a_network_that_is_opened_says_where_the_models_are(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from fedlowrank.data.dataset import ClientData, Examples
+from fedlowrank.network.client import prepare
 from fedlowrank.network.messages import Answer
 from fedlowrank.network.site.evaluations import coarsen
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.results.client_numbers import COUNTED_LABELS
 from fedlowrank.results.measurements import ClientTable, Column
 from tests.support.client_tables import replace_values
 from tests.support.local_network import (
+    LocalTransport,
     assert_equals_sequential_run,
     fault_in_round,
     local,
@@ -96,13 +100,50 @@ def test_sites_send_how_many_of_their_labels_count(tmp_path: Path) -> None:
     assert weighted == pytest.approx(np.average(np.array(last.values(), float), weights=counts))
 
 
-def test_rounded_numbers_of_labels_leave_a_site_only_with_20_examples() -> None:
-    labels = torch.arange(3000) % 3
-    sets = [Examples(torch.zeros(n, 2), labels[:n]) for n in (3000, 12, 2999)]
-    evaluation = ClientTable(
-        [0], [Column(COUNTED_LABELS, "", s, [n]) for s, n in (("val", 8), ("test", 1999))]
+def test_a_client_whose_labels_all_count_is_weighted_by_its_examples(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=1, loss={"kind": "cross_entropy", "ignore_index": 1})
+    shares = made.shares()
+    data = list(shares.data)
+    # no versicolor at the last client, which therefore sends no number
+    keep = {s: getattr(data[2], s) for s in ("train", "val", "test")}
+    data[2] = dataclasses.replace(
+        data[2], **{s: e.take((e.y != 1).nonzero().flatten()) for s, e in keep.items()}
     )
-    assert [c.values for c in coarsen(evaluation, ClientData(*sets)).columns] == [[None], [2000.0]]
+    carrier = LocalTransport({100 + i: tmp_path / f"client-{i}" for i in range(3)})
+    for i in range(3):
+        prepare(
+            carrier.folders[100 + i],
+            made,
+            i,
+            dataclasses.replace(shares, data=tuple(data)),
+            SiteSettings.simulated(),
+        )
+    result = serve_run(carrier, made, tmp_path / "run")
+    counts = [int((client.test.y != 1).sum()) for client in data]
+    assert result.rounds[-1].values(COUNTED_LABELS, series="", split="test") == [*counts[:2], None]
+    weighted = result.measurements.over_clients("accuracy", "personal").iloc[-1]["weighted"]
+    assert weighted == pytest.approx(np.average(np.array(result.rounds[-1].values(), float), weights=counts))
+
+
+@pytest.mark.parametrize(
+    ("labels", "accuracy", "rounded"),
+    [
+        # of one label an example, of which some do not count; of an example; of several labels an example
+        (1999, 7 / 1999, 7 / 1999),
+        (None, 7 / 2999, 7 / 2999),
+        (59980, 12345 / 59980, 0.206),
+    ],
+)
+def test_numbers_of_labels_and_accuracies_are_rounded(labels: Any, accuracy: float, rounded: float) -> None:
+    y = torch.arange(3000) % 3
+    sets = [Examples(torch.zeros(n, 2), y[:n]) for n in (3000, 12, 2999)]
+    columns = [Column("accuracy", "personal", s, [accuracy]) for s in ("val", "test")]
+    if labels is not None:
+        columns += [Column(COUNTED_LABELS, "", s, [n]) for s, n in (("val", 8), ("test", labels))]
+    actual = [c.values[0] for c in coarsen(ClientTable([0], columns), ClientData(*sets)).columns]
+    # nothing of a set of 12 examples leaves
+    assert actual[:2] == [None, pytest.approx(rounded, abs=1e-12)]
+    assert actual[2:] == ([] if labels is None else [None, float(f"{labels:.3g}")])
 
 
 @pytest.mark.parametrize("values", [{"val": 5.0}, {"val": 5.0, "test": math.inf}, {"val": -1.0, "test": 5.0}])

@@ -145,6 +145,7 @@ def drive(
         limits.examples_ratio,
         promised,
         account.excluded,
+        [*account.clients] if was_finished else None,
     )
     registry.restore(account.clients)
     account.paused = ""
@@ -158,7 +159,7 @@ def drive(
         member_keys=member_keys,
     )
     if was_finished:
-        _wait_for_late_clients(engine, min_registered, run_path)
+        _wait_for_late_clients(engine, len(account.clients.keys() - account.excluded.keys()), run_path)
     else:
         _wait_for_start(engine, min_registered)
     with threads(experiment.run.threads), contextlib.ExitStack() as stack:

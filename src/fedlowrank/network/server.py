@@ -29,7 +29,7 @@ from .operation.activity import MAX_DESCRIBED_ROUNDS, LastReply, UpdateShape
 from .operation.grace import Grace
 from .persistence.account import Account
 from .persistence.audit import Audit, round_digits
-from .persistence.registry import ClientRegistry, UnregisteredNodeError
+from .persistence.registry import ClientRegistry, UnregisteredNodeError, describe_late_client
 from .persistence.spool import Spool
 from .secure.member import SecureSumError
 from .secure.rounds import SecureRounds
@@ -87,11 +87,13 @@ class TrainingVolume:
         bytes_down: bytes of the downloads.
         parameters_down: number of floating-point elements in the downloads.
         bytes_up: bytes of the uploads.
+        parameters_up: number of floating-point elements in the uploads that can be read, or of masked numbers.
     """
 
     bytes_down: int = 0
     parameters_down: int = 0
     bytes_up: int = 0
+    parameters_up: int = 0
 
 
 @dataclasses.dataclass
@@ -464,11 +466,14 @@ class NetworkEngine(Engine):
 
     def _tell_late_clients(self) -> None:
         """Tell the clients that registered after the last round that they took no part."""
-        for client_id, registered_client in self.registry.registered.items():
+        for client_id, registered_client in list(self.registry.registered.items()):
             if registered_client.node is not None and not self.sizes[client_id]:
-                reason = f"the run was over before client {client_id} took part, so it gets no model"
+                reason = describe_late_client(client_id)
                 logger.info(reason)
                 self.registry.notices[registered_client.node] = reason
+                self.registry.permanently_rejected.add(registered_client.node)
+                # it is no client of the run, also if the finished run is resumed
+                del self.registry.registered[client_id]
         self.send_notices()
 
     def send_notices(self) -> None:
@@ -664,6 +669,7 @@ class NetworkEngine(Engine):
             self.secure.add(client.id, response.payload)
         except SecureSumError as error:
             raise RefusedReplyError(client.id, str(error)) from error
+        self.training_volume.parameters_up += self.secure.size
         return ClientResult({"stamp": round + 1}, None, Meter())
 
     def _remember(
@@ -730,6 +736,7 @@ class NetworkEngine(Engine):
             if is_training:
                 template = self.templates.of(client, job.down)
                 upload = inspect_upload(response.payload, template, client, limits)
+                self.training_volume.parameters_up += tree.numel(upload)
                 norms = measure_norms(
                     decode_checked(self.decode, upload, client, method.title), self._find_reference(job)
                 )

@@ -362,9 +362,12 @@ class Measurements:
         return np.array([example_counts[i] for i in range(count)])
 
     def weights(self, round: int, split: str, count: int) -> NDArray[Any]:
-        """Weights of ``count`` clients in a mean over examples: their labels that count, or their examples."""
-        row = self.row(round, COUNTED_LABELS, "", split)
-        return self.examples(split, count) if row is None else row
+        """Weights of ``count`` clients in a mean over examples: their labels that count, or their examples.
+
+        A client whose labels all count may have no number of them.
+        """
+        row, examples = self.row(round, COUNTED_LABELS, "", split), self.examples(split, count)
+        return examples if row is None else np.where(np.isnan(row), examples, row)
 
     def over_clients(
         self, name: str, series: str, split: str = "test", group: ClientSelection = "counted"

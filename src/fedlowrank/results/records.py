@@ -22,6 +22,7 @@ from ..core.io.text import join_words, on_one_line
 from ..core.learning.losses import Loss
 from ..storage.digest import read_sealed
 from ..storage.run_files import (
+    ACCOUNT,
     FORMAT,
     RECORDS_FILE,
     STATUS,
@@ -198,7 +199,8 @@ class RunRecord:
     Attributes:
         folder: path of the run folder.
         config: contents of ``run.json``.
-        clients: contents of ``clients.json``.
+        clients: contents of ``clients.json``; over a network with the numbers of examples that clients registered, also
+            after the start of the run.
         rounds: contents of :data:`RECORDS_FILE`, in ascending order.
         status: contents of ``status.json``.
         missing: rounds that were completed and whose record :data:`RECORDS_FILE` has lost, at least all of it but the
@@ -224,7 +226,7 @@ class RunRecord:
             raise CheckpointError(
                 f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
             )
-        clients = read_clients(folder)
+        clients = _add_registered_sizes(folder, read_clients(folder))
         status = read_sealed(folder / STATUS)
         # read before the records, because a running process writes its records before its checkpoint
         completed_count = completed_rounds(folder, status)
@@ -306,6 +308,18 @@ class RunRecord:
     def measurements(self) -> Measurements:
         """All measurements as one table."""
         return Measurements.of(self.rounds, self.clients)
+
+
+def _add_registered_sizes(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to the rows of clients the numbers of examples in the account of a run over a network, if it is one."""
+    if not (folder / ACCOUNT).exists():
+        return rows
+    try:
+        sizes_by_client = read_sealed(folder / ACCOUNT).get("clients", {})
+    except CheckpointError as error:
+        logger.warning("%s Clients that joined after the start of the run count as without examples.", error)
+        return rows
+    return [{**row, **sizes_by_client.get(str(row.get("id")), {})} for row in rows]
 
 
 def describe_missing(rounds: Sequence[int]) -> str:

@@ -81,6 +81,8 @@ def test_a_name_that_is_not_known_is_told_in_words() -> None:
     ) as raised:
         address_checks.refuse_second(None, "no-such-host.invalid", 8000)
     assert "Unknown error" not in str(raised.value)
+    with pytest.raises(ProcessError, match="--host is empty"):
+        address_checks.refuse_second(None, "", 8000)
 
 
 @pytest.mark.parametrize(

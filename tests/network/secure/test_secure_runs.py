@@ -58,6 +58,9 @@ def test_the_server_has_the_plain_runs_result_and_learns_nothing_of_a_client(
     assert all((a.steps, a.flops, a.losses, a.evaluation) == (0, 0, {}, None) for a in answers)
     assert len(answers) == 3 * (2 * 5 + 1)
     assert not result.rounds[1].is_evaluated
+    # every client sends one number of 8 bytes for each that is summed
+    for record in result.rounds[1:]:
+        assert record.parameters_up == record.bytes_up / 8 > 0
 
 
 STEPS = ["announce", "share", "mask", "agree", "reveal"]

@@ -236,6 +236,9 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
                 if reason.startswith("paused: "):
                     raise ProcessError(f"the run is {reason} Details: {link.log}")
                 advice = "Go on with it by --resume" if RunFolder.has_begun(run_path) else "Start it again"
+                if "another configuration" in reason:
+                    # which says what to do
+                    advice = "Nothing has changed"
                 raise ProcessError(f"the run failed: {reason} {advice}; details: {link.log}")
 
 

@@ -33,6 +33,10 @@ def refuse_second(run_path: Path | None, host: str, port: int) -> None:
     """
     if not 0 < port < PORT_COUNT:
         raise ProcessError(f"--port {port}: ports go from 1 to {PORT_COUNT - 1}")
+    if not host:
+        raise ProcessError(
+            "--host is empty: give the address of a network interface, or leave the option out"
+        )
     if run_path is not None and (pid := _find_server(flower_home(run_path))) is not None:
         raise FolderInUseError(
             f"{run_path} is served by process {pid}. Wait until that ends, or end it (`kill {pid}`), and start this "

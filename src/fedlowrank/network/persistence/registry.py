@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
@@ -123,6 +123,11 @@ class RegisteredClient:
     base: Mapping[str, str] = field(default_factory=dict)
 
 
+def describe_late_client(client_id: int) -> str:
+    """The reason why a client that joins at the end of a run, or later, takes no part."""
+    return f"the run was over before client {client_id} took part, so it gets no model"
+
+
 class ClientRegistry:
     """The clients of a run.
 
@@ -134,6 +139,7 @@ class ClientRegistry:
         examples_ratio: bound on the weight of a client relative to the median; see ``Limits``.
         promised_examples: numbers of training examples that the clients promised to have; empty if none did.
         excluded: round after which the run went on without an excluded client, by client; None for none.
+        members: clients that took part in a run that is over; None for a run that is not.
 
     Attributes:
         registered: registered clients by identifier, reachable or not.
@@ -152,6 +158,7 @@ class ClientRegistry:
         examples_ratio: float = 0.0,
         promised_examples: Sequence[int] = (),
         excluded: Mapping[int, int] | None = None,
+        members: Collection[int] | None = None,
     ) -> None:
         self.experiment, self.clients, self.max_examples, self.keys = (
             experiment,
@@ -161,6 +168,7 @@ class ClientRegistry:
         )
         self.examples_ratio, self.promised = examples_ratio, promised_examples
         self.excluded: Mapping[int, int] = excluded or {}
+        self.members = members
         self.form: ExampleForm | None = None
         self.registered: dict[int, RegisteredClient] = {}
         self.rejections: dict[int, str] = {}
@@ -375,6 +383,8 @@ class ClientRegistry:
             return f"it says it is client {client_id}, but its key is {owner_text}"
         if (exclusion := self.describe_exclusion(client_id)) is not None:
             return exclusion
+        if self.members is not None and client_id not in self.members:
+            return describe_late_client(client_id)
         claim = f"client {client_id} says it has {examples} examples"
         if examples < 1 or min(sizes) < 0 or max(examples, *sizes) > MAX_EXAMPLES:
             return f"{claim}, and {sizes} to validate and test by"
