@@ -234,6 +234,23 @@ class GlobalNoise(Plain):
 
 
 @dataclass(frozen=True)
+class SeedsTheGenerator(Plain):
+    """Every client and round gets the same noise."""
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        return state, {n: p + 0.001 * torch.randn_like(p) for n, p in self.trained(down, view).items()}
+
+
+class StoresOnItself(Plain):
+    """Not decorated, so that it is not frozen; another process has no such attribute."""
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        self.seen = len(server)
+        return server
+
+
+@dataclass(frozen=True)
 class SendsASet(Plain):
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
         return state, {"labels": {1, 2}, **self.trained(down, view)}
@@ -314,6 +331,8 @@ class MixesLater(Plain):
         (RemembersInItself(), "resume", "differs"),
         (GlobalNoise(), "pure", "local_update gives another result when it is called again"),
         (GlobalNoise(), "still", "learning rate of 0"),
+        (SeedsTheGenerator(), "pure", "draws from torch's global generator, or seeds it; use view.key"),
+        (StoresOnItself(), "pure", "stores seen on self"),
         (SendsASet(), "wire", "set"),
         (OwnRate(), "still", "learning rate of 0"),
         (ClimbsTheLoss(), "learns", ""),

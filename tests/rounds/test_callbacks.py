@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedlowrank import Callback, EarlyStopping, Federation, simulate
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.results.measurements import ClientTable
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
@@ -206,3 +208,77 @@ def test_what_is_no_callback_or_no_answer(tmp_path: Path) -> None:
         run(patience=0)
     with pytest.raises(ConfigError, match="module:function"):
         run(callbacks=("mine",))
+
+
+def test_a_run_that_a_callback_ends_when_it_is_resumed_evaluates_its_last_round(tmp_path: Path) -> None:
+    class Limit(Callback):
+        ended = False
+
+        def on_run_begin(self, records: Any) -> bool:
+            return len(records) > 3
+
+        def on_run_end(self, finished: bool) -> None:
+            self.ended = True
+
+    def crash(record: RoundRecord) -> None:
+        if record.round == 4:
+            raise ZeroDivisionError
+
+    settings: Any = {"evaluate_every": 5, "checkpoint_every": 1}
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "run", on_round=crash, **settings)
+    limit = Limit()
+    result = run(tmp_path / "run", on_round=limit, resume=True, **settings)
+    assert [r.round for r in result.rounds if r.is_evaluated] == [0, 1, 4]
+    assert RunRecord.load(tmp_path / "run").rounds == result.rounds
+    assert limit.ended
+    whole = run(on_round=lambda record: record.round == 4, **settings)
+    assert result.mean_accuracy() == whole.mean_accuracy()
+
+
+def test_callbacks_that_did_not_begin_are_not_ended_and_hide_no_error(tmp_path: Path) -> None:
+    class Broken(Callback):
+        def on_run_begin(self, records: Any) -> None:
+            raise ZeroDivisionError("the first error")
+
+    class Later(Callback):
+        def on_run_end(self, finished: bool) -> None:
+            raise AssertionError("it did not begin")
+
+    with pytest.raises(ZeroDivisionError, match="the first error"):
+        run(tmp_path / "run", on_round=[Broken(), Later()])
+
+    class BadEnd(Callback):
+        def __call__(self, record: RoundRecord) -> None:
+            raise ZeroDivisionError("the first error")
+
+        def on_run_end(self, finished: bool) -> None:
+            raise KeyError("another one")
+
+    with pytest.raises(ZeroDivisionError, match="the first error"):
+        run(tmp_path / "other", on_round=BadEnd())
+    assert "the first error" in status(tmp_path / "other")["message"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({"x": {"a": torch.tensor(1.5)}}, None),
+        ({"x": {"a": np.float32(1.5)}}, None),
+        ({"x": 3}, "must return a dict of dicts of numbers"),
+        (None, "must return a dict of dicts of numbers, by name and series; it returned None"),
+        ({"x": {"a": "much"}}, "the values of 'x' must be numbers; one is a str"),
+        ({"x": {"a": torch.ones(2)}}, "the values of 'x' must be numbers; one is a Tensor"),
+    ],
+)
+def test_a_methods_own_metrics_are_numbers(metrics: Any, says: str | None, tmp_path: Path) -> None:
+    class Own(FedAvg):
+        def server_metrics(self, server: Any) -> Any:
+            return metrics
+
+    if says is not None:
+        with pytest.raises(TaskError, match=rf"Own\.server_metrics.*{says}"):
+            simulate(Own(), federation(), folder=tmp_path / "run", rounds=1)
+        return
+    simulate(Own(), federation(), folder=tmp_path / "run", rounds=1)
+    assert [r.server_metrics for r in RunRecord.load(tmp_path / "run").rounds] == [{"x": {"a": 1.5}}] * 2

@@ -173,6 +173,34 @@ def test_values_while_it_runs_and_after_a_resume(
     assert info.data.params["run.rounds"] == "4"
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_rounds_without_a_logger_are_caught_up(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    folder = tmp_path / "run"
+    run(str(folder), log=(name,), rounds=2)
+    run(str(folder), log=(), rounds=4, resume=True)
+    actual = run(str(folder), log=(name,), rounds=6, resume=True)
+    assert_logged(READERS[name](folder), actual.rounds)
+
+
+def test_mlflow_has_every_number_of_a_round_that_is_repeated_with_more(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    folder = tmp_path / "run"
+
+    def crash(record: RoundRecord) -> None:
+        if record.round == 3:
+            raise SystemExit  # before a checkpoint, so that rounds 1 to 3 are run again
+
+    settings: Any = {"log": ("mlflow",), "checkpoint_every": 4}
+    with pytest.raises(SystemExit):
+        run(str(folder), evaluate_every=4, on_round=crash, **settings)
+    actual = run(str(folder), evaluate_every=1, resume=True, **settings)
+    assert [r.is_evaluated for r in actual.rounds] == [True] * 5
+    # the seconds that were logged are those of the first time
+    steps = sorted(step for tag, step, _ in in_mlflow(folder) if tag == "accuracy/personal/test")
+    assert steps == [0, 1, 2, 3, 4]
+
+
 OWN = """
 def share(scores, targets):
     return float((targets == 1).mean())

@@ -167,6 +167,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[RoundCallback]) -> None:
         self._callbacks = list(callbacks)
+        self._begun: list[Callback] = []
 
     def begin(self, records: Sequence[RoundRecord]) -> str:
         """Begin a new or a resumed run.
@@ -174,18 +175,21 @@ class CallbackList:
         Returns:
             The reason why the run must not go on; empty if it may.
         """
-        callback_objects = [c for c in self._callbacks if isinstance(c, Callback)]
-        return _first_reason([(c, c.on_run_begin(records)) for c in callback_objects], records)
+        answers: list[tuple[RoundCallback, Any]] = []
+        for callback in self._callbacks:
+            if isinstance(callback, Callback):
+                answers.append((callback, callback.on_run_begin(records)))
+                self._begun.append(callback)
+        return _first_reason(answers, records)
 
     def __call__(self, record: RoundRecord) -> str:
         """Pass the record of a round to all callbacks and return why the run ends, or an empty text."""
         return _first_reason([(c, c(record)) for c in self._callbacks], [record])
 
     def end(self, finished: bool) -> None:
-        """End all callbacks."""
-        for callback in self._callbacks:
-            if isinstance(callback, Callback):
-                callback.on_run_end(finished)
+        """End all callbacks that have begun."""
+        for callback in self._begun:
+            callback.on_run_end(finished)
 
 
 def _first_reason(answers: Sequence[tuple[RoundCallback, Any]], records: Sequence[RoundRecord]) -> str:

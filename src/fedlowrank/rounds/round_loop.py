@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
@@ -19,6 +20,8 @@ from .logs.loggers import make_loggers
 from .logs.progress import bar, run_label
 from .outcome.representations import compute_representations
 from .run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def run_rounds(
@@ -99,20 +102,25 @@ class _Loop:
         self._loggers = CallbackList(loggers)
 
     def begin(self) -> None:
-        """Begin callbacks and loggers with the complete records."""
-        complete = self._records[:-1] if self._run.evaluates_late else self._records
-        self._loggers.begin(complete)
-        reason = self._callbacks.begin(complete)
-        if not self._run.is_over:
-            self._run.stopped = reason
+        """Begin callbacks and loggers with the complete records; a callback may end a run that is resumed."""
+        run = self._run
+        reason = self._callbacks.begin(self._records[:-1] if run.evaluates_late else self._records)
+        if reason and not run.is_over:
+            run.stopped = reason
+            self._evaluate_last()
+        self._loggers.begin(self._records[:-1] if run.evaluates_late else self._records)
 
     def end(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End callbacks and loggers, whatever has ended the rounds."""
-        del error, trace
+        """End callbacks and loggers, whatever has ended the rounds; an error of the rounds stays the one that is raised."""
+        del trace
         try:
             self._callbacks.end(error_type is None)
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("a callback failed at the end of the run, which had ended by %r", error)
         finally:
             self._loggers.end(error_type is None)
 
@@ -142,10 +150,7 @@ class _Loop:
         reason = self._callbacks(self._records[index])
         if reason and not run.is_over:
             run.stopped = reason
-            if not run.evaluates_late and not self._records[-1].is_evaluated:
-                # the last round is always evaluated
-                self._replace_last(run.evaluate_last(self._records[-1]))
-                self._save_best()
+            self._evaluate_last()
             if folder is not None:
                 _save_once(run, folder)
                 _write_answers(run, folder)
@@ -160,6 +165,12 @@ class _Loop:
                 late_evaluation = record.measured.extended(late_evaluation)
             self._replace_last(dataclasses.replace(record, measured=late_evaluation))
             self._show(self._records[-1])
+
+    def _evaluate_last(self) -> None:
+        """Evaluate the last round of a run that ends by a callback: the last round is always evaluated."""
+        if self._records and not self._run.evaluates_late and not self._records[-1].is_evaluated:
+            self._replace_last(self._run.evaluate_last(self._records[-1]))
+            self._save_best()
 
     def _replace_last(self, record: RoundRecord) -> None:
         self._records[-1] = record

@@ -12,7 +12,7 @@ from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
-from ..core.contract.hook_results import check_server_state
+from ..core.contract.hook_results import check_server_metrics, check_server_state
 from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -579,7 +579,8 @@ class Run:
             with clock("evaluate"):
                 client_table = self.evaluate()
                 record = self._with_backdoor(record)
-        metrics = {**record.server_metrics, **self.method.server_metrics(self.state.server)}
+        own_metrics = check_server_metrics(self.method, self.method.server_metrics(self.state.server))
+        metrics = {**record.server_metrics, **own_metrics}
         # with privacy loss distributions, computing ε takes as long as a round of a small model
         if self.budget is not None and (client_table is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = self.budget.describe()

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from ..storage.checkpoint import load, save
 from ..storage.client_store import ClientStore
 from ..storage.state import State
 from .purity import CalledTwice, ImpureError
+
+_UNUSUAL_SEED = 7_331_904_217
+"""Seed that no method is likely to set."""
 
 
 @dataclass(frozen=True)
@@ -266,22 +270,38 @@ def _check_pure(trajectory: Trajectory) -> str | None:
         return message
     run = trajectory.start()
     initial_models = tree.encode([a.initial for a in run.federation.architectures.values()])
-    generator_state = torch.get_rng_state()
-    for _ in range(2):
-        run.step()
-    encoded_states = tree.encode(_states(run))
-    if encoded_states != trajectory.encode_states(2):
-        return "two equal runs end in different states"
-    uploads = _uploads(run)
-    _update_server(run, uploads)
-    run.evaluate()
-    if not torch.equal(generator_state, torch.get_rng_state()):
-        return "a round draws from torch's global generator; use view.key"
+    with torch.random.fork_rng(devices=[]):
+        # a seed that no method sets: one that seeds the generator itself would otherwise leave the state that it finds
+        generator_state = torch.manual_seed(_UNUSUAL_SEED).get_state()
+        for _ in range(2):
+            run.step()
+        encoded_states = tree.encode(_states(run))
+        if encoded_states != trajectory.encode_states(2):
+            return "two equal runs end in different states"
+        uploads = _uploads(run)
+        _update_server(run, uploads)
+        run.evaluate()
+        if not torch.equal(generator_state, torch.get_rng_state()):
+            return "a round draws from torch's global generator, or seeds it; use view.key"
+    if stored_names := _stored_on(trajectory.method):
+        return (
+            f"a function of the method stores {', '.join(stored_names)} on self, which another process or a resumed run does "
+            "not have. Keep it in the state of the server or of the client"
+        )
     final_models = tree.encode([a.initial for a in run.federation.architectures.values()])
     return (
         None
         if encoded_states == tree.encode(_states(run)) and initial_models == final_models
         else "a function of the method changes its input in place"
+    )
+
+
+def _stored_on(method: AnyMethod) -> list[str]:
+    """List the attributes that the functions of a method have added to it; those of ``cached_property`` may stay."""
+    added_names = vars(method).keys() - vars(dataclasses.replace(method)).keys()
+    method_type = type(method)
+    return sorted(
+        name for name in added_names if not isinstance(getattr(method_type, name, None), cached_property)
     )
 
 

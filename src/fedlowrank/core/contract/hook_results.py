@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from .. import tree
@@ -52,6 +53,31 @@ def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
         f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "
         'return {"local": self.main_pass}'
     )
+
+
+def check_server_metrics(method: Any, metrics: Any) -> dict[str, dict[str, float]]:
+    """Return the result of ``server_metrics`` with plain numbers; raise TaskError if it is no table of numbers.
+
+    A number may be one of PyTorch or NumPy.
+    """
+    name = f"{type(method).__name__}.server_metrics"
+    if not isinstance(metrics, Mapping) or not all(isinstance(table, Mapping) for table in metrics.values()):
+        raise TaskError(
+            f"{name} must return a dict of dicts of numbers, by name and series; it returned {_kind(metrics)}. Write "
+            'return {"norm": {"w": 1.5}}'
+        )
+    return {
+        str(key): {str(series): _plain_number(name, key, value) for series, value in table.items()}
+        for key, table in metrics.items()
+    }
+
+
+def _plain_number(name: str, key: str, value: Any) -> float:
+    if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise TaskError(f"{name}: the values of {key!r} must be numbers; one is {_kind(value)}")
+    return value
 
 
 def check_server_state(method: Any, before: Any, state: Any) -> Any:

@@ -116,10 +116,14 @@ class Logger(Callback, ABC):
                 f"run.log: {self.name} cannot be opened: {type(error).__name__}: {error}"
             ) from error
         self._bytes = 0
-        for record in records:
-            values = self._scalars(record)
-            if record.round in missing_rounds:
-                self.write(values, record.round)
+        try:
+            for record in records:
+                values = self._scalars(record)
+                if record.round in missing_rounds:
+                    self.write(values, record.round)
+        except Exception:
+            self.on_run_end(False)
+            raise
 
     def __call__(self, record: RoundRecord) -> None:
         """Write the numbers of a round."""
@@ -149,7 +153,10 @@ class Logger(Callback, ABC):
 
     def keep_identifier(self, identifier: str) -> None:
         """Store the identifier in the run folder, so that a resumed run logs to the same target."""
-        write_sealed(self.folder / IDENTIFIERS, {**self._identifiers(), self.name: identifier})
+        self._keep(self.name, identifier)
+
+    def _keep(self, name: str, value: Any) -> None:
+        write_sealed(self.folder / IDENTIFIERS, {**self._identifiers(), name: value})
 
     def _identifiers(self) -> dict[str, Any]:
         path = self.folder / IDENTIFIERS
@@ -190,6 +197,7 @@ class WandbLogger(Logger):
     """A run of Weights & Biases: its project is the name of the experiment, its config is ``run.json``."""
 
     name = "wandb"
+    _LAST_ROUND = "wandb_round"
 
     def open(self, rounds: Sequence[int]) -> Collection[int]:
         """Start a run, or continue the run that this folder began."""
@@ -204,12 +212,16 @@ class WandbLogger(Logger):
             settings=wandb.Settings(silent=True, console="off", reinit="create_new"),
         )
         self.keep_identifier(str(self._run.id))
-        # Weights & Biases ignores steps before the last one and merges into the last one
-        return rounds if run_id is None else rounds[-1:]
+        # Weights & Biases takes no step that is not above the last one
+        self._last_round = -1 if run_id is None else self._identifiers().get(self._LAST_ROUND, -1)
+        return rounds
 
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write the numbers of a round, by tag."""
+        """Write the numbers of a round by tag, unless the interrupted run had logged them."""
+        if round <= self._last_round:
+            return
         self._run.log(dict(values), step=round, commit=True)
+        self._keep(self._LAST_ROUND, round)
 
     def on_run_end(self, finished: bool) -> None:
         """Finish the run, as failed if it did not reach its end."""
@@ -221,8 +233,11 @@ class MlflowLogger(Logger):
     """A run of MLflow: its experiment has the experiment's name, its parameters are the method, run and varied settings."""
 
     name = "mlflow"
-    _EVERY_ROUND = "bytes/total"
-    _logged: Collection[int] = ()
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(folder, config, clients)
+        # the steps of each tag that the interrupted run had logged; None in a new run
+        self._logged: dict[str, set[int]] | None = None
 
     def open(self, rounds: Sequence[int]) -> Collection[int]:
         """Create a run, or continue the run that this folder began."""
@@ -231,10 +246,7 @@ class MlflowLogger(Logger):
         run_id = self.read_identifier()
         if run_id is None:
             title = str(self.config.get("name", "fedlowrank"))
-            experiment = self._client.get_experiment_by_name(title)
-            experiment_id = (
-                self._client.create_experiment(title) if experiment is None else experiment.experiment_id
-            )
+            experiment_id = self._find_experiment(title)
             self._id = str(
                 self._client.create_run(experiment_id, run_name=run_label(self.config)).info.run_id
             )
@@ -246,16 +258,39 @@ class MlflowLogger(Logger):
             return rounds
         self._id = run_id
         self._client.update_run(run_id, status="RUNNING")
-        self._logged = {m.step for m in self._client.get_metric_history(run_id, self._EVERY_ROUND)}
+        self._logged = {}
         return rounds
 
+    def _find_experiment(self, title: str) -> str:
+        """Find the experiment of a title, or create it; another run may do so at the same time."""
+        exceptions = importlib.import_module("mlflow.exceptions")
+        experiment = self._client.get_experiment_by_name(title)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(title))
+            except exceptions.MlflowException:
+                experiment = self._client.get_experiment_by_name(title)
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
+
+    def _logged_steps(self, tag: str) -> set[int]:
+        """Steps of a tag that an interrupted run had logged."""
+        if self._logged is None:
+            return set()
+        if tag not in self._logged:
+            self._logged[tag] = {m.step for m in self._client.get_metric_history(self._id, tag)}
+        return self._logged[tag]
+
     def write(self, values: Mapping[str, float], round: int) -> None:
-        """Write the numbers of a round by tag, unless the interrupted run had logged them."""
-        if round in self._logged:
-            return
+        """Write the numbers of a round by tag, except those that the interrupted run had logged."""
         entities = importlib.import_module("mlflow.entities")
         timestamp = int(1000 * time.time())
-        metrics = [entities.Metric(tag, value, timestamp, round) for tag, value in values.items()]
+        metrics = [
+            entities.Metric(tag, value, timestamp, round)
+            for tag, value in values.items()
+            if round not in self._logged_steps(tag)
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def on_run_end(self, finished: bool) -> None:
