@@ -241,10 +241,16 @@ def write() -> None:
         for task, e in experiments.items()
     }
     parts = []
-    complete = {task: tables[task] for task in done if not missing[task]}
+    # agnews has other methods, those for LoRA
+    methods = set(experiments[ORDER[0]].compared_methods)
+    complete = {
+        task: tables[task]
+        for task in done
+        if not missing[task] and set(experiments[task].compared_methods) == methods
+    }
     if len(complete) > 1:
         overall = overall_table(complete, titles)
-        about = f"Of the tasks for which no method is missing: {', '.join(f'`{task}`' for task in complete)}."
+        about = f"Of the tasks with the same methods, of which none is missing: {', '.join(f'`{task}`' for task in complete)}."
         parts += ["## All tasks", about, f'<div class="sortable" markdown>\n\n{overall}\n\n</div>']
     for task in done:
         settings = chosen_settings(FIGURES / f"{task}-tuning.csv")

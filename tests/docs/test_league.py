@@ -429,3 +429,13 @@ def test_a_task_runs_in_parts(small_league: Path) -> None:
             assert again[f"{measure} again"].tolist() == pytest.approx(again[measure].tolist(), rel=1e-5)
     with pytest.raises(SystemExit, match="ditto of digits has no figures of seed 7"):
         league.repeat("digits", "ditto", [0, 7])
+
+
+def test_all_methods_of_the_tasks_have_a_mean_rank() -> None:
+    page = league.PAGE.read_text()
+    about, table = page.split("## All tasks\n")[1].split("</div>")[0].split("<div")
+    tasks = re.findall(r"`(\w+)`", about)
+    methods = [ExperimentConfig.read(league.TASKS / f"{task}.toml").compared_methods for task in tasks]
+    assert len(tasks) > 1
+    assert all(set(other) == set(methods[0]) for other in methods)
+    assert len(re.findall(r"^\| \d", table, re.MULTILINE)) == len(methods[0]) > 30
