@@ -134,10 +134,19 @@ def rank_methods(rows: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Columns rank, low and high, by method.
     """
-    table = rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
+    table = tabulate_accuracies(rows)
     low, high = np.quantile(draw_ranks(table), [0.025, 0.975], axis=0, method="inverted_cdf")
-    rank = stats.rankdata(-table.to_numpy().mean(1).round(5))
-    return pd.DataFrame({"rank": rank, "low": low, "high": high}, index=table.index)
+    return pd.DataFrame({"rank": rank_means(table), "low": low, "high": high}, index=table.index)
+
+
+def tabulate_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+    """Accuracies by method and seed, 0 for a run that diverged."""
+    return rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
+
+
+def rank_means(table: pd.DataFrame) -> pd.Series:
+    """Rank of each method by its mean accuracy over seeds."""
+    return pd.Series(stats.rankdata(-table.to_numpy().mean(1).round(5)), index=table.index)
 
 
 def draw_ranks(table: pd.DataFrame) -> NDArray[np.float64]:
@@ -154,21 +163,21 @@ def mean_ranks(tasks: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         tasks: rows of :func:`read_runs` by task, of the same methods.
 
     Returns:
-        Columns rank, low and high, by method, the best first.
+        Columns rank, low and high, and the rank in each task, by method, the best first.
     """
     # distribution of the sum of ranks of each method, in half ranks, for ranks may be shared
     sums: dict[str, NDArray[np.float64]] = {}
-    for rows in tasks.values():
-        table = rows.assign(accuracy=rows["accuracy"].fillna(0.0)).pivot_table("accuracy", "method", "seed")
+    tables = {task: tabulate_accuracies(rows) for task, rows in tasks.items()}
+    for table in tables.values():
         for method, ranks in zip(table.index, draw_ranks(table).T, strict=True):
             shares = np.bincount((2 * ranks).astype(int)) / len(ranks)
             sums[method] = np.convolve(sums.get(method, np.ones(1)), shares)
-    means = pd.DataFrame({task: rank_methods(rows)["rank"] for task, rows in tasks.items()}).mean(axis=1)
+    ranks = pd.DataFrame({task: rank_means(table) for task, table in tables.items()})
     ends = {
         m: np.searchsorted(np.cumsum(p) + 1e-12, [0.025, 0.975]) / (2 * len(tasks)) for m, p in sums.items()
     }
-    found = pd.DataFrame(ends, index=["low", "high"]).T
-    return found.assign(rank=means).sort_values("rank")[["rank", "low", "high"]]
+    found = pd.DataFrame(ends, index=["low", "high"]).T.assign(rank=ranks.mean(axis=1))
+    return found[["rank", "low", "high"]].join(ranks).sort_values("rank")
 
 
 def chosen_settings(tuning: Path) -> dict[str, str]:
@@ -214,18 +223,16 @@ def task_table(rows: pd.DataFrame, settings: dict[str, str], titles: dict[str, s
     return "\n".join(lines)
 
 
-def overall_table(tasks: dict[str, pd.DataFrame], titles: dict[str, str]) -> str:
-    """Ranks of all methods that every task has, by their mean."""
-    together = pd.DataFrame({task: rank_methods(rows)["rank"] for task, rows in tasks.items()}).dropna()
-    common = {task: rows[rows["method"].isin(together.index)] for task, rows in tasks.items()}
+def overall_table(tasks: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> str:
+    """Ranks of the methods in each task, by their mean; the tasks have the same methods."""
     lines = [
         table_row(["mean rank", "95 % of mean ranks", "method", *tasks]),
         "| ---: | ---: | :--- |" + " ---: |" * len(tasks),
     ]
-    for method, mean in mean_ranks(common).iterrows():
-        own = [f"{v:g}" for v in together.loc[method]]
-        ends = f"{mean['low']:.1f}–{mean['high']:.1f}"
-        lines.append(table_row([f"{mean['rank']:.1f}", ends, titles[str(method)], *own]))
+    for method, row in mean_ranks(tasks).iterrows():
+        ends = f"{row['low']:.1f}–{row['high']:.1f}"
+        own = [f"{row[task]:g}" for task in tasks]
+        lines.append(table_row([f"{row['rank']:.1f}", ends, titles[str(method)], *own]))
     return "\n".join(lines)
 
 

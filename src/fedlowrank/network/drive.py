@@ -29,8 +29,8 @@ from ..rounds.run_settings import RunSettings
 from ..rounds.setup.schedules import check_schedules
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
-from ..storage.digest import digest_of, read_sealed
-from ..storage.run_files import STATUS, read_clients, read_config
+from ..storage.digest import digest_of
+from ..storage.run_files import read_clients, read_config
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .messages import digest_sections
@@ -118,7 +118,7 @@ def drive(
     account = Account.read(run_path) if resume else Account()
     plan = Plan.read(run_path) if resume else None
     stored_rounds = rounds_of(run_path) if resume else None
-    was_finished = resume and read_sealed(run_path / STATUS).get("state") == "finished"
+    was_finished = resume and RunFolder(run_path, {}, []).is_finished()
     if stored_rounds not in (None, protocol.rounds):
         raise CheckpointError(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "

@@ -99,7 +99,8 @@ class ClientTable:
 
     def extended(self, table: ClientTable) -> ClientTable:
         """Add the rows of another table for clients that this table lacks; its own rows stand."""
-        positions = [k for k, i in enumerate(table.client_ids) if i not in set(self.client_ids)]
+        own_ids = set(self.client_ids)
+        positions = [k for k, i in enumerate(table.client_ids) if i not in own_ids]
         added_columns = [replace(c, values=[c.values[k] for k in positions]) for c in table.columns]
         added_rows = ClientTable([table.client_ids[k] for k in positions], added_columns)
         return ClientTable.join([self, added_rows])

@@ -203,11 +203,7 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
             key = json.dumps([run.record.method, run.settings, run.record.vary], sort_keys=True)
             runs_by_settings.setdefault(key, []).append(run)
         group_target = choose_target(
-            [
-                [run for run in setting_runs if run.state == "diverged" or run in _finished(setting_runs)]
-                for setting_runs in runs_by_settings.values()
-            ],
-            target,
+            [_finished_or_diverged(setting_runs) for setting_runs in runs_by_settings.values()], target
         )
         groups += _label(
             [_group(experiment, setting_runs, group_target) for setting_runs in runs_by_settings.values()]
@@ -218,6 +214,11 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
 def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
     """Select the runs that finished, or all if none did, as in a report of runs in progress."""
     return [run for run in runs if run.state == "finished"] or list(runs)
+
+
+def _finished_or_diverged(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
+    finished_runs = _finished(runs)
+    return [run for run in runs if run.state == "diverged" or run in finished_runs]
 
 
 def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> RunGroup:
