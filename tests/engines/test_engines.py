@@ -32,7 +32,7 @@ from fedlowrank.core.contract import (
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.learning.batch_losses import cross_entropy
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
-from fedlowrank.core.tree import Params
+from fedlowrank.core.tree import Params, add, zeros_like
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES, Sequential
@@ -141,6 +141,7 @@ def test_every_method_passes_every_check(name: str, monkeypatch: pytest.MonkeyPa
     unclaimed = {
         NAMES["one_model"]: not METHODS[name].one_model,
         NAMES["extended"]: METHODS[name].uses_rounds,
+        NAMES["follows"]: not hasattr(METHODS[name], "follow_upload"),
     }
     assert [f.name for f in findings] == [check for check in CHECKS if not unclaimed.get(check, False)]
     assert {f.name: f.detail for f in findings if not f.ok} == {}
@@ -319,6 +320,27 @@ class MixesLater(Plain):
         return view.train(loss, down, "local", self.optimizer)
 
 
+@dataclass(frozen=True)
+class FollowsTwice(Plain):
+    """Adds what it sends to its state in ``local_update``, and once more when it follows the upload."""
+
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
+        return zeros_like(task.common_model(self.title).initial)
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        upload = self.trained(down, view)
+        return add(state, upload), upload
+
+    def follow_upload(self, before: Any, after: Any, down: Any, upload: Params, view: Any) -> Params:
+        return add(after, upload)
+
+
+@dataclass(frozen=True)
+class CannotFollow(FollowsTwice):
+    def follow_upload(self, before: Any, after: Any, down: Any, upload: Params, view: Any) -> Params:
+        return add(before, {"absent": upload["absent"]})
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "check", "says"),
@@ -340,6 +362,8 @@ class MixesLater(Plain):
         (ClaimsOneModel(), "one_model", "client 1 uses another model"),
         (TakesAnyModel(), "refuses", ""),
         (MixesLater(), "vectorized", "differs"),
+        (FollowsTwice(), "follows", "follow_upload of an unchanged upload is another state"),
+        (CannotFollow(), "follows", "KeyError: 'absent'"),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
 )

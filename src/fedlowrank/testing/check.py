@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
-from ..core.contract import AnyMethod, ServerView
+from ..core.contract import AnyMethod, ClientView, ServerView
 from ..core.contract.contribution import Aggregator
+from ..core.contract.update import KeepsSumOfUploads
 from ..core.errors import FedlowrankError, TaskError
 from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
@@ -116,6 +117,8 @@ def _applies(test: Callable[[Trajectory], str | None], method: AnyMethod) -> boo
     """Whether a check tests a property that the method claims."""
     if test is _check_one_model:
         return method.one_model
+    if test is _check_follows:
+        return isinstance(method, KeepsSumOfUploads)
     return not (test is _check_extended and method.uses_rounds)
 
 
@@ -417,6 +420,32 @@ def _check_lost(trajectory: Trajectory) -> str | None:
     return f"client {changed_ids[0]} changed its state although its reply was lost" if changed_ids else None
 
 
+class _NotFollowedError(FedlowrankError):
+    """The state of ``follow_upload`` is another one than that of ``local_update``."""
+
+
+@dataclass(frozen=True)
+class _FollowsOwnUpload(CalledTwice):
+    """A wrapper that calls ``follow_upload`` with the upload itself, as if nothing were clipped or compressed."""
+
+    def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
+        method: Any = self.inner
+        after, upload = method.local_update(state, down, view)
+        followed = method.follow_upload(state, after, down, upload, view)
+        if (gap := _first_difference(followed, after, 1e-5, 1e-6)) is not None:
+            raise _NotFollowedError(
+                f"follow_upload of an unchanged upload is another state than local_update returns: {gap}"
+            )
+        return after, upload
+
+
+def _check_follows(trajectory: Trajectory) -> str | None:
+    run = trajectory.start(method=_FollowsOwnUpload(inner=trajectory.method))
+    for _ in range(2):
+        run.step()
+    return None
+
+
 def _check_measured(trajectory: Trajectory) -> str | None:
     run, method = trajectory.run(2), trajectory.method
     for info in run.federation.infos:
@@ -479,6 +508,7 @@ _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "it learns": _check_learns,
     "a client that never took part can infer": _check_unseen,
     "a lost reply leaves its client as it was": _check_lost,
+    "a client follows its upload": _check_follows,
     "messages are measured": _check_measured,
     "the parts of a model add up to it": _check_adds_up,
     "one_model holds: all clients use the server's model": _check_one_model,
