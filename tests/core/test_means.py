@@ -114,3 +114,11 @@ def test_a_tree_whose_fields_come_in_another_order_is_the_same_tree() -> None:
 def test_what_has_no_mean_is_refused(trees: list[object], weights: list[float], what: str) -> None:
     with pytest.raises(TreeError, match=what):
         mean(trees, weights)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_tree_without_weight_does_not_count_wherever_it_stands(place: int) -> None:
+    values, weights = [1.0, 3.0], [1.0, 3.0]
+    values.insert(place, float("nan"))
+    weights.insert(place, 0.0)
+    assert mean([torch.tensor([v]) for v in values], weights).item() == 2.5

@@ -585,3 +585,11 @@ def test_keys_in_another_order_are_matched_by_name() -> None:
 def test_registered_classes_are_frozen() -> None:
     with pytest.raises(AttributeError):
         Point(torch.ones(1), "a").name = "b"
+
+
+def test_remembered_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_SIZES", {})
+    for k in range(5000):
+        message = {"clip": 0.5 + k, "x": torch.zeros(3)}
+        assert tree.encoded_size(message) == len(tree.encode(message))
+    assert len(tree._SIZES) <= 4096

@@ -20,8 +20,16 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.rounds.simulate import simulate
+from fedlowrank.trust.trust_settings import Clipping
 
 OWN = type("Own", (FedAvg,), {"__module__": "elsewhere"})
+
+
+def test_user_code_in_a_wrapper_is_user_code() -> None:
+    settings: dict[str, Any] = {"rounds": 1, "clipping": Clipping(1.0)}
+    for method, engine in ((FedAvg(), Vectorized), (OWN(), Sequential)):
+        run = Run(method, federation(nn.Linear(4, 2)), RunSettings(**settings), Sequential())
+        assert choose_engine(run.method, run.federation, 6, None)[0] is engine
 
 
 def federation(model: nn.Module, clients: int = 6, *shape: int) -> Federation:

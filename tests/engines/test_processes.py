@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
+from fedlowrank import Federation
 from fedlowrank.core import tree
 from fedlowrank.core.errors import (
     ConfigError,
@@ -33,6 +36,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.testing.check import small_federation
+from fedlowrank.trust.trust_settings import Clipping
 from tests.support.engine_runs import has_same_end, run_to_end
 
 torch.set_num_threads(1)
@@ -244,3 +248,39 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+# User code may read values that change between rounds
+
+FACTOR = [1.0]
+
+
+def scaled_loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return FACTOR[0] * functional.cross_entropy(scores, y, reduction="none")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledUpload(FedAvg):
+    def local_update(self, state: Any, down: Any, view: Any) -> tuple[Any, Any]:
+        state, upload = super().local_update(state, down, view)
+        return state, tree.map_leaves(lambda t: FACTOR[0] * t, upload)
+
+
+@pytest.mark.parametrize("user_code", ["loss", "method", "protected method"])
+def test_workers_see_what_user_code_sees_now(user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for engine in (Processes(), Sequential()):
+        monkeypatch.setitem(globals(), "FACTOR", [1.0])
+        federation = small_federation(False)
+        settings: dict[str, Any] = {"clipping": Clipping(10.0)} if user_code == "protected method" else {}
+        data = [(c.train.x, c.train.y) for c in federation.clients]
+        if user_code == "loss":
+            federation = Federation.from_arrays(data, lambda: nn.Linear(6, 3), classes=3, loss=scaled_loss)
+        method = FedAvg() if user_code == "loss" else ScaledUpload()
+        run = Run(method, federation, RunSettings(rounds=3, evaluate_every=10, **settings), engine)
+        for factor in (1.0, 0.5, 0.25):
+            FACTOR[0] = factor
+            run.step()
+        ends.append(tree.encode(run.state.server))
+        engine.close()
+    assert ends[0] == ends[1]

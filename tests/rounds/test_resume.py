@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import itertools
 import json
 import os
 import random
@@ -26,12 +27,14 @@ from fedlowrank.config.comparison import PlannedRun, find_changes
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, FedlowrankError
-from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD, LocalSchedule
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.participation.participants import Participants
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
-from fedlowrank.storage.digest import seal
+from fedlowrank.storage.digest import seal, write_sealed
 from fedlowrank.storage.run_files import (
     RECORDS_FILE,
     REPRESENTATIONS,
@@ -820,3 +823,56 @@ def test_resuming_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
     simulate("standalone", make_tiny_federation(), folder=tmp_path / "python", rounds=1)
     assert main(["resume", str(tmp_path / "python")]) == 1
     assert "Python" in capsys.readouterr().err
+
+
+def test_a_run_is_not_extended_into_rounds_with_a_learning_rate_of_zero(tmp_path: Path) -> None:
+    # one step a round; the learning rate is 0 from the fifth step on
+    optimizer = SGD(lr=0.1, local_schedule=LocalSchedule("linear", steps=4, rounds=50))
+    method = METHODS["fedavg"](optimizer=optimizer, batch_size=1000)
+    simulate(method, make_tiny_federation(), folder=tmp_path / "run", rounds=3)
+    with pytest.raises(CheckpointError, match="learning rate of 0 before round 20"):
+        simulate(method, make_tiny_federation(), folder=tmp_path / "run", resume=True, rounds=20)
+
+
+def test_a_resumed_run_evaluates_in_the_same_rounds_if_nobody_was_drawn_first(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 120, "participation": 0.3, "sampling": "poisson"}
+    clients = len(make_tiny_federation().clients)
+    seed = next(
+        seed
+        for seed in itertools.count()
+        if not Participants(clients, RunSettings(**given), make_tiny_federation(seed=seed).key).draw(0)
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    simulate("fedavg", make_tiny_federation(seed=seed), folder=whole, **given)
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedavg", make_tiny_federation(seed=seed), folder=broken, on_round=stop_after(7), **given)
+    simulate("fedavg", make_tiny_federation(seed=seed), folder=broken, resume=True, **given)
+    evaluated = [[r.round for r in RunRecord.load(f).rounds if r.measured] for f in (whole, broken)]
+    assert len(evaluated[0]) < 100, "else nothing is planned"
+    assert evaluated[0] == evaluated[1]
+
+
+def test_the_state_of_a_best_round_that_is_repeated_is_removed(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 8, "checkpoint_every": 1, "keep_best": True, "keep_checkpoints": 8}
+    method, folder = METHODS["fedavg"](optimizer=SGD(lr=0.2)), tmp_path / "run"
+    simulate(method, make_tiny_federation(), folder=folder, **given)
+    shutil.copytree(folder, tmp_path / "whole")
+    best = checkpoint.rounds_kept(folder / "best")[-1]
+    assert best > 2
+    # as if the process had been killed after it wrote the best state and before the next checkpoint
+    checkpoint.go_back(folder / "checkpoint", best - 2)
+    write_sealed(folder / "status.json", {"state": "running", "rounds": best - 2, "message": ""})
+    with pytest.raises(KeyboardInterrupt):
+        simulate(
+            method,
+            make_tiny_federation(),
+            folder=folder,
+            resume=True,
+            on_round=stop_after(best - 1),
+            **given,
+        )
+    kept = checkpoint.rounds_kept(folder / "best") if checkpoint.exists(folder / "best") else []
+    assert all(t < best for t in kept)
+    simulate(method, make_tiny_federation(), folder=folder, resume=True, **given)
+    for file in sorted((tmp_path / "whole" / "best").iterdir()):
+        assert (folder / "best" / file.name).read_bytes() == file.read_bytes()

@@ -160,6 +160,12 @@ def test_an_upload_that_is_lost_anyway_stops_no_run(on_nan: str) -> None:
     assert record.lost == {"4": "said so"}
 
 
+def test_a_training_that_diverged_stops_no_run_if_its_reply_is_lost_anyway() -> None:
+    run = Run(METHODS["fedavg"](), federation(poisoned=6), RunSettings(rounds=1), ENGINES["sequential"]())
+    record = run.step({"6": "dropped when the run was made"})
+    assert record.lost == {"6": "dropped when the run was made"}
+
+
 def test_the_message_of_a_divergence_is_of_the_round_of_its_record() -> None:
     method = METHODS["fedavg"](epochs=3)
     # the inputs of client 6 make the first round's loss infinite

@@ -22,6 +22,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.rounds.participation.participants import Participants
 from fedlowrank.rounds.participation.unequal_sampling import draw_by_size, weights_by_size
 from fedlowrank.rounds.run import Run
 from fedlowrank.testing.check import small_federation
@@ -242,3 +243,32 @@ def test_methods_whose_weights_are_others_say_so(name: str, sampling: Any) -> No
         return
     with pytest.raises(TaskError, match=reason):
         Run(method, on, protocol, Sequential())
+
+
+@pytest.mark.parametrize(
+    ("clients", "share", "sampling", "expected"),
+    [
+        (2, 0.75, "fixed", 2.0), (1, 0.3, "fixed", 1.0), (10, 0.25, "fixed", 3.0), (10, 1.0, "fixed", 10.0),
+        (10, 0.25, "poisson", 2.5), (1, 0.3, "poisson", 0.3),
+    ],
+)  # fmt: skip
+def test_the_expected_number_of_participants_is_the_mean_of_the_draws(
+    clients: int, share: float, sampling: Any, expected: float
+) -> None:
+    draws = Participants(clients, RunSettings(participation=share, sampling=sampling), Key((0,)))
+    assert draws.expected == expected
+    assert np.mean([len(draws.draw(t)) for t in range(2000)]) == pytest.approx(expected, abs=0.12)
+
+
+def test_noised_sums_are_divided_by_the_clients_that_train() -> None:
+    def change(share: float) -> np.ndarray:
+        privacy = Privacy("central", noise=1e-6, delta=1e-5)
+        settings = RunSettings(rounds=1, participation=share, clipping=Clipping(1e3), privacy=privacy)
+        run = Run(FedAvg(), small_federation(False, client_count=2), settings, Sequential())
+        before = [t.clone() for t in tree.tensors(run.state.server)]
+        run.step()
+        after = tree.tensors(run.state.server)
+        return np.concatenate([(b - a).numpy().ravel() for a, b in zip(before, after, strict=True)])
+
+    # both clients train in either case
+    np.testing.assert_allclose(change(0.75), change(1.0), rtol=1e-3, atol=1e-6)

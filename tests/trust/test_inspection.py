@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract import AnyMethod, ClientInfo, Mean, ServerView
+from fedlowrank.core.contract import AnyMethod, ClientInfo, Mean, ServerView, Sum
 from fedlowrank.core.contract.contribution import contribution_leaves
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
@@ -104,6 +104,36 @@ def test_the_geometric_median_weighs_replies(updates: np.ndarray) -> None:
     record = run.step()
     assert np.allclose(vector(run.state.server) - before, z, rtol=0, atol=1e-9)
     assert np.allclose(list(record.server_metrics["weight"].values()), beta, rtol=1e-5)
+
+
+@dataclass(frozen=True)
+class AddsUp(FedAvg):
+    """The server adds up what clients changed, without weights."""
+
+    def contribution(self, server: Any, upload: Any, client: Any) -> Sum[Any]:
+        return Sum(tree.map_leaves(torch.sub, upload, server))
+
+    def server_update(self, server: Any, total: Any, view: Any) -> Any:
+        return tree.map_leaves(torch.add, server, total)
+
+
+@pytest.mark.parametrize("weights", ["equal", "examples"])
+def test_the_geometric_median_keeps_the_size_of_a_plain_sum(weights: Any) -> None:
+    # one client's examples for all: equal updates, of which the geometric median is the mean
+    method = AddsUp(batch_size=64, optimizer=SGD(lr=0.1))
+    clients = [CLIENTS[3]] * 7
+
+    def change(**settings: Any) -> np.ndarray:
+        federation = federate_one_model(clients=clients)
+        run = Run(method, federation, RunSettings(rounds=1, **settings), Sequential())
+        before = vector(run.state.server)
+        run.step()
+        return vector(run.state.server) - before
+
+    plain = change()
+    assert np.abs(plain).max() > 1e-3
+    robust = change(robust=Robust("geometric_median", weights=weights))
+    assert np.allclose(robust, plain, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.full

@@ -142,9 +142,9 @@ class NonFiniteUploadError(NonFiniteError):
             f"{owner or f'client {client_id}'}, round {round + 1}: its upload holds a NaN or an infinity at {path}, "
             "and its training met none"
         )
-        self.cure = "Look at what the method computes after training"
+        self.advice = "Look at what the method computes after training"
         self.path = path
-        FedlowrankError.__init__(self, f"{self.finding}. {self.cure}, or {_DROP_SUCH_REPLIES}")
+        FedlowrankError.__init__(self, f"{self.finding}. {self.advice}, or {_DROP_SUCH_REPLIES}")
 
     def __reduce__(self) -> tuple[type[NonFiniteUploadError], tuple[int, int, str, str]]:  # type: ignore[override]
         return type(self), (self.client_id, self.round, self.path, self.owner)

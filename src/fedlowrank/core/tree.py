@@ -394,6 +394,8 @@ def signature(value: Any) -> str:
 
 
 _SIZES: dict[Any, int] = {}
+_MAX_SIZES = 4096
+"""Number of sizes that are remembered; a tree with numbers that change each round has a new form each round."""
 
 
 def form(value: Any, plain: bool = True) -> Any:
@@ -421,6 +423,8 @@ def encoded_size(value: Any) -> int:
     """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
     form_of_value = form(value)
     if form_of_value not in _SIZES:
+        if len(_SIZES) >= _MAX_SIZES:
+            _SIZES.clear()
         _SIZES[form_of_value] = len(encode(value))
     return _SIZES[form_of_value]
 

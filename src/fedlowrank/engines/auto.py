@@ -7,13 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ..core.arguments.user_code import is_of_package
 from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.contract.training_request import Trainer
 from ..data.federation import Federation
 from ..training.cohorts.cohort_view import Cohort
 from ..training.flops import forward_flops
-from .engine import ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine, trains_by_user_code
 from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized
@@ -52,10 +51,9 @@ def choose_engine(
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
-    is_package_code = not federation.loss.is_custom and is_of_package(type(method))
     # clients are batched by architecture, so with many architectures a batch holds few clients
     has_many_clients = client_count >= MIN_CLIENTS_PER_MODEL * len(models)
-    can_batch = is_package_code and has_many_clients and micro_batch is None
+    can_batch = has_many_clients and micro_batch is None and not trains_by_user_code(method, federation)
     if device != "cpu":
         if can_batch:
             return Vectorized, f"one {device} for all clients"

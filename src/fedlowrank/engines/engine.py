@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 from ..core import tree
+from ..core.arguments.user_code import is_of_package
 from ..core.contract import AnyMethod, ClientInfo, ClientView, Pass, Task
 from ..core.contract.hook_results import check_pair
 from ..core.contract.training_request import Trainer
+from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..data.dataset import Examples
@@ -26,6 +28,13 @@ from ..training.local_data import LocalData
 from ..training.trainer import LocalTrainer, Meter
 
 T = TypeVar("T")
+
+
+def trains_by_user_code(method: AnyMethod, federation: Federation) -> bool:
+    """Whether the method, a method that it wraps, or the loss is the user's own code."""
+    if federation.loss.is_custom or not is_of_package(type(method)):
+        return True
+    return isinstance(method, MethodWrapper) and trains_by_user_code(method.inner, federation)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..core import tree
-from ..core.arguments.user_code import is_of_package
 from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .engine import ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine, trains_by_user_code
 from .jobs import LazyJobs
 from .sequential import Sequential
 
@@ -293,8 +292,11 @@ class Processes(Engine):
         is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         # workers are copies of this process: they do not see values that user code reads and that have changed
         # since
-        is_user_code = not is_of_package(type(method))
-        if is_same and not is_user_code and all(a.is_standard for a in task.architectures.values()):
+        if (
+            is_same
+            and not trains_by_user_code(method, federation)
+            and all(a.is_standard for a in task.architectures.values())
+        ):
             return
         self.close()
         self._known = run_inputs

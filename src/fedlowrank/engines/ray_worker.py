@@ -165,5 +165,5 @@ class RayWorker:
                 for client_id, index, state in zip(client_ids, download_indices, states, strict=True)
             ]
             return [None, *answers]
-        except Exception:  # noqa: BLE001 - the driver raises what the method raised
+        except Exception:  # noqa: BLE001 - the driver raises an error with this traceback
             return [traceback.format_exc()] + [None] * len(client_ids)

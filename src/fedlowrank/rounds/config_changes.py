@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..core.contract import AnyMethod
 from ..core.errors import CheckpointError
 from ..models.fingerprint import compare_layers
 from ..storage.run_files import FORMAT
-from .setup.schedules import find_schedules
+from .setup.schedules import find_ended_schedules
 from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
@@ -22,7 +23,9 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change results or that restate other parts."""
 
 
-def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[str]:
+def changes_of(
+    stored_config: Any, new_config: Any, method: AnyMethod, example_counts: Collection[int] = ()
+) -> list[str]:
     """List the fields of ``run.json`` whose differences keep a run from going on with a new configuration.
 
     A run may get more rounds, because its completed rounds equal those of a run that had as many from the start,
@@ -34,10 +37,11 @@ def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[s
             (:func:`fedlowrank.rounds.stored_settings.add_defaults`).
         new_config: configuration with which the run is to go on, or some sections of it.
         method: method that the run uses.
+        example_counts: numbers of training examples of the clients, if they are known.
     """
     stored_config = add_defaults(stored_config, method) if isinstance(stored_config, dict) else stored_config
     stored_config, new_config = _leave_out_single_metrics(stored_config, new_config)
-    stored_rounds, new_rounds = (_rounds(c) for c in (stored_config, new_config))
+    stored_rounds, new_rounds = (_table(c, "run").get("rounds") for c in (stored_config, new_config))
     if not isinstance(stored_rounds, int) or not isinstance(new_rounds, int) or stored_rounds == new_rounds:
         return differences(stored_config, new_config)
     other_changes = differences(
@@ -48,12 +52,11 @@ def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[s
             f"run.rounds was {stored_rounds} and is {new_rounds}, but a run can only get more rounds",
             *other_changes,
         ]
-    for name, schedule in find_schedules(method):
-        if schedule.is_over(new_rounds - 1):
-            other_changes.append(
-                f"run.rounds was {stored_rounds} and is {new_rounds}, but {name} with rounds = {schedule.rounds} has fallen to a "
-                f"learning rate of 0 before round {new_rounds}, which would train nothing"
-            )
+    for name, schedule in find_ended_schedules(method, new_rounds, example_counts):
+        other_changes.append(
+            f"run.rounds was {stored_rounds} and is {new_rounds}, but {name} with rounds = {schedule.rounds} has fallen to a "
+            f"learning rate of 0 before round {new_rounds}, which would train nothing"
+        )
     if not method.uses_rounds:
         return other_changes
     reason = f"{method.title} plans its rounds by how many there are"
@@ -61,7 +64,9 @@ def changes_of(stored_config: Any, new_config: Any, method: AnyMethod) -> list[s
     return [f"run.rounds was {stored_rounds} and is {new_rounds}; {reason}, so {consequence}", *other_changes]
 
 
-def check_changes(folder: Path, stored_config: Any, new_config: Any, method: AnyMethod) -> None:
+def check_changes(
+    folder: Path, stored_config: Any, new_config: Any, method: AnyMethod, example_counts: Collection[int] = ()
+) -> None:
     """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
     if stored_config.get("format") != FORMAT:
         version = _table(stored_config, "versions").get("fedlowrank", "another version")
@@ -69,7 +74,7 @@ def check_changes(folder: Path, stored_config: Any, new_config: Any, method: Any
             f"{folder} has format {stored_config.get('format')}, and this version of fedlowrank reads and writes format "
             f"{FORMAT}. Go on with the version that made it ({version}), or start a new run in another folder."
         )
-    if changes := changes_of(stored_config, new_config, method):
+    if changes := changes_of(stored_config, new_config, method, example_counts):
         raise CheckpointError(
             f"{folder} cannot be resumed with another configuration: "
             + "; ".join(changes)
@@ -129,11 +134,6 @@ def _table(config: Any, section: str) -> dict[str, Any]:
     """Read a section of a configuration; empty if there is none."""
     table = config.get(section) if isinstance(config, dict) else None
     return table if isinstance(table, dict) else {}
-
-
-def _rounds(config: Any) -> Any:
-    run = config.get("run") if isinstance(config, dict) else None
-    return run.get("rounds") if isinstance(run, dict) else None
 
 
 def differences(stored_value: Any, new_value: Any, path: str = "") -> list[str]:

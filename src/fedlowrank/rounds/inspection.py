@@ -122,10 +122,6 @@ class Inspection:
                     decoded_uploads[i] = self._bounded(u, definitions[i], weights[i])
         return {i: u for i, u in decoded_uploads.items() if weights[i] > 0}, weights
 
-    def least_replies(self, count: int, refused_count: int = 0) -> int:
-        """Count the replies that the rule needs, see :func:`least_replies`."""
-        return least_replies(self.trust.robust, count, refused_count)
-
     def judge_round(
         self, results: RoundResults, contribute: Contribute, server: Any, key: Key
     ) -> dict[str, dict[str, float]]:
@@ -147,7 +143,7 @@ class Inspection:
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
             refused_count = len(results.refused)
-            quorum = self.least_replies(len(uploads) + refused_count, refused_count)
+            quorum = least_replies(self.trust.robust, len(uploads) + refused_count, refused_count)
             if uploads and len(uploads) < quorum:
                 results.aggregator.reason = (
                     f"{self.trust.robust.rule} needs at least {quorum} replies, and there were {len(uploads)}"
@@ -156,34 +152,22 @@ class Inspection:
             selected_uploads, rule_weights = self.judge(uploads, server, key, refused_count)
             used_uploads.update(selected_uploads)
             weights.update(rule_weights)
-            counts.update(
-                zip(selected_uploads, self._counts(infos, list(selected_uploads)).tolist(), strict=True)
-            )
+            # relative to their mean, so that a sum, which has no weights, keeps its size
+            used_counts = self._counts(infos, list(selected_uploads))
+            counts.update(zip(selected_uploads, (used_counts / used_counts.mean()).tolist(), strict=True))
             return selected_uploads
 
         def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
-            return self.reweight(
-                contribute(info, upload), weights[info.id] / counts[info.id], len(used_uploads)
-            )
+            contribution = contribute(info, upload)
+            if self.trust.robust.rule != "geometric_median":
+                return contribution
+            # the contribution has the weight by examples already
+            return reweight(contribution, weights[info.id] / counts[info.id], len(used_uploads))
 
         results.contribute_together(judge, contribute_weighted)
         if self.trust.robust.rule not in WEIGHING:
             return {}
         return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
-
-    def reweight(self, contribution: Any, weight: float, count: int) -> Any:
-        """Weight the contribution of a reply as the rule requires.
-
-        Args:
-            contribution: contribution of the upload.
-            weight: weight of the reply, divided by the weight that its contribution already has.
-            count: number of replies that are used.
-        """
-        return (
-            reweight(contribution, weight, count)
-            if self.trust.robust.rule == "geometric_median"
-            else contribution
-        )
 
     def _update(self, info: ClientInfo, server: Any) -> Update:
         down = self.method.download(server, info)

@@ -34,7 +34,8 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     """
     folder.lock()
     stored_config = read_config(folder.path)
-    check_changes(folder.path, stored_config, folder.config, run.method)
+    example_counts = [info.example_count for info in run.federation.infos]
+    check_changes(folder.path, stored_config, folder.config, run.method, example_counts)
     if changes := describe_version_changes(stored_config, folder.config):
         logger.warning(
             "the run was made with other software: %s. Its further rounds may be rounded differently.",
@@ -49,8 +50,11 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     run.restore(folder.load(run.new_store()))
     is_damaged = folder.repair_tables(run.round)
     records, missing_rounds = read_records(folder.path, run.round)
-    if flops := next((r.flops for r in records if r.flops), 0):
-        run.plan_evaluations(flops)
+    # an unbroken run plans by its first round, even if no client was drawn in it
+    first_record = next((r for r in records if r.round == 1 and not r.restored), None)
+    planning_record = first_record or next((r for r in records if r.flops), None)
+    if planning_record is not None:
+        run.plan_evaluations(planning_record.flops)
     if run.round in missing_rounds:
         last_record = RoundRecord(round=run.round, restored=True)
         # over a network the clients evaluate at the end of the next round
@@ -58,12 +62,14 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     if folder.config != stored_config or is_damaged:
         folder.reconfigure()
     checkpoint.tidy(folder.path / "checkpoint")
-    if folder.has_ended(run.round, stored_config):
+    folder.remove_later_best(run.round)
+    has_ended = folder.has_ended(run.round, stored_config)
+    if has_ended:
         run.stopped = str(folder.read_status().get("message", ""))
-    elif run.round < run.settings.rounds:
+    goes_on = not has_ended and run.round < run.settings.rounds
+    if goes_on or missing_rounds:
         # rounds after the checkpoint will be repeated
         folder.rewrite(r.to_line() for r in records)
+    if goes_on:
         folder.status("running", run.round)
-    if missing_rounds:
-        folder.rewrite(r.to_line() for r in records)
     return records

@@ -201,8 +201,10 @@ class RoundResults:
         # a reply that is lost in any case is not examined
         is_listed = str(info.id) in self._lost_replies
         path = None if is_listed else _find_not_finite(result)
-        self._raise_if_diverged(info, result, path)
-        divergence = None if is_listed else _describe_divergence(info, result, path)
+        divergence = None
+        if not is_listed:
+            self._raise_if_diverged(info, result, path)
+            divergence = _describe_divergence(info, result, path)
         reason = self._reason_lost(info, result, divergence, timing_reason)
         is_refused = reason is not None and (result.is_refused or divergence is not None)
         return ReplyVerdict(reason, is_refused, divergence)

@@ -370,9 +370,9 @@ def _round_of(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else -1
 
 
-def _list_clients(client_ids: Sequence[int], limit: int = 10) -> str:
+def _list_clients(client_ids: Sequence[int]) -> str:
     """List clients for a message: ``client 3``, or ``clients 1, 2 and 7 more``."""
-    return f"client{'' if len(client_ids) == 1 else 's'} {list_first(client_ids, limit)}"
+    return f"client{'' if len(client_ids) == 1 else 's'} {list_first(client_ids, 10)}"
 
 
 def _list_names(folder: Path) -> list[str]:

@@ -49,10 +49,10 @@ CHECKPOINTS = "checkpoint/*.checkpoint"
 """Pattern of the checkpoint files of a run folder; their names are numbers of completed rounds."""
 
 ACCOUNT = "network.json"
+"""Name of what a server needs of its clients to resume; only runs over a network have this file."""
 
 CLIENT_FILE = "client.json"
 """Name of the file that makes a folder that of one client of a run over a network."""
-"""Name of what a server needs of its clients to resume; only runs over a network have this file."""
 
 LEDGER = "privacy.jsonl"
 """Name of the privacy ledger in a run folder, and in a client's folder."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from .client_store import ClientStore, LazyMapping
 from .digest import read_sealed, write_sealed
 from .lock import exclusive
 from .run_files import (
+    ACCOUNT,
     CLIENTS,
     CONFIG,
     FORMAT,
@@ -40,7 +42,7 @@ from .state import State
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
-    "run.json", "clients.json", RECORDS_FILE, "status.json", "network.json", "lock", "checkpoint",
+    "run.json", "clients.json", RECORDS_FILE, "status.json", ACCOUNT, "lock", "checkpoint",
     LEDGER, "logging.json", "tensorboard",
 }  # fmt: skip
 
@@ -200,6 +202,13 @@ class RunFolder:
     def save_best(self, state: State) -> None:
         """Write a whole state to ``best``, beside the checkpoints."""
         checkpoint.save(self.path / "best", state.round, state.stored_server, state.clients)
+
+    def remove_later_best(self, round: int) -> None:
+        """Remove the state in ``best`` if it is of a round that will be repeated."""
+        folder = self.path / "best"
+        if checkpoint.exists(folder) and checkpoint.rounds_kept(folder)[-1] > round:
+            with as_checkpoint_error(f"cannot remove {folder}"):
+                shutil.rmtree(folder)
 
     def load(self, store: ClientStore, folder_name: str = "checkpoint") -> State:
         """Read a checkpoint.

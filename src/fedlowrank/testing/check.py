@@ -255,8 +255,6 @@ def _check_resume(trajectory: Trajectory) -> str | None:
 
 
 def _check_extended(trajectory: Trajectory) -> str | None:
-    if trajectory.method.uses_rounds:
-        return None
     # a schedule over 3 rounds has ended when one over 40 rounds has hardly begun
     difference = _compare_states(
         trajectory.states(ROUNDS), trajectory.run_rounds(Sequential(), 40), trajectory.device
@@ -381,7 +379,7 @@ def _check_learns(trajectory: Trajectory) -> str | None:
 
 
 def _mean_accuracy(run: Run) -> float:
-    """Compute the accuracy of the headline series over all examples of all clients."""
+    """Compute the mean accuracy of the headline series over all sets of all clients."""
     shares = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
@@ -475,8 +473,6 @@ def _check_adds_up(trajectory: Trajectory) -> str | None:
 
 
 def _check_one_model(trajectory: Trajectory) -> str | None:
-    if not trajectory.method.one_model:
-        return None
     run = trajectory.run(2)
     first_info, *other_infos = run.federation.infos
     for info in other_infos:
@@ -519,7 +515,7 @@ _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
 def _alone(check: Callable[[Trajectory], str | None]) -> Callable[[AnyMethod], str | None]:
     @functools.wraps(check)
     def run(method: AnyMethod) -> str | None:
-        return check(Trajectory(method))
+        return check(Trajectory(method)) if _applies(check, method) else None
 
     return run
 

@@ -102,11 +102,10 @@ class RunningMean(Generic[T]):
         """
         if not weight >= 0:
             raise tree.TreeError(f"a weight of a mean is at least 0; this one is {weight}")
-        if self.count == 0:
-            self._begin(value)
+        self._begin(value)
         self.count += 1
         self.total += weight
-        means, tensors = tree.tensors(self._mean), tree.tensors(value)
+        tensors = tree.tensors(value)
         if tree.form(value) != self._form:
             # the order of keys may differ; if structures differ, this raises an error that names the place
             tensors = []
@@ -116,7 +115,11 @@ class RunningMean(Generic[T]):
                 for u, t in zip(tree.tensors(self._like), tensors, strict=True)
             ):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
-        if weight and means and self.count > 1:
+        if not weight:
+            return
+        if self._mean is None:
+            self._mean = tree.map_leaves(lambda _, t: _wide_copy(t), self._like, value)
+        elif means := tree.tensors(self._mean):
             torch._foreach_lerp_(means, tree.widen(tensors), weight / self.total)
 
     def add_rows(self, rows: T, weights: Sequence[float]) -> None:
@@ -146,10 +149,7 @@ class RunningMean(Generic[T]):
             means = [rows[0] + row_shares @ (rows - rows[0]) for rows in wide_rows.split(block_width, 1)]
             return torch.cat(means).reshape(template.shape)
 
-        if self._form is None:
-            first_tree = tree.map_leaves(lambda t: t[0], rows)
-            _refuse_integers(first_tree)
-            self._form, self._like = tree.form(first_tree), _empty(first_tree)
+        self._begin(tree.map_leaves(lambda t: t[0], rows))
         self.count += len(used_indices)
         self.total += total
         means = tree.map_leaves(mean_of, self._like, rows)
@@ -159,12 +159,10 @@ class RunningMean(Generic[T]):
             torch._foreach_lerp_(running, tree.tensors(means), total / self.total)
 
     def _begin(self, value: T) -> None:
-        _refuse_integers(value)
-        self._mean, self._form, self._like = (
-            tree.map_leaves(_wide_copy, value),
-            tree.form(value),
-            _empty(value),
-        )
+        """Take the form of the first tree, whatever its weight."""
+        if self._form is None:
+            _refuse_integers(value)
+            self._form, self._like = tree.form(value), _empty(value)
 
     @property
     def value(self) -> T:

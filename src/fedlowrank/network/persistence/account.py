@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import secrets
-import shutil
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,13 +160,10 @@ def _restore_checkpoint(folder: Path, round: int) -> None:
     """Put the checkpoint of a run back to an earlier round, with its records and status."""
     is_last = checkpoint.rounds_kept(folder / "checkpoint")[-1] == round
     checkpoint.go_back(folder / "checkpoint", round)
-    best_folder = folder / "best"
-    if checkpoint.exists(best_folder) and checkpoint.rounds_kept(best_folder)[-1] > round:
-        # the best state is of a round that will be repeated
-        with as_checkpoint_error(f"cannot remove {best_folder}"):
-            shutil.rmtree(best_folder)
+    run_folder = RunFolder(folder, {}, [])
+    run_folder.remove_later_best(round)
     if not is_last:
         # a server may continue the run much later
-        run_folder, (records, _) = RunFolder(folder, {}, []), read_records(folder, round)
+        records, _ = read_records(folder, round)
         run_folder.rewrite(record.to_line() for record in records)
         run_folder.status("stopped", round, f"it went back to the checkpoint after round {round}")

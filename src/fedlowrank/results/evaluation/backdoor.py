@@ -39,7 +39,7 @@ def backdoor_success(
             continue
         model = model_of(info)
         predict = next(iter(model.predictors.values()))
-        with torch.inference_mode():
+        with torch.inference_mode(), model.fixed_generators(triggered_examples.y.device):
             rate = measure_predictor(predict, make_pool(model.model, [triggered_examples])).accuracy[0]
         if rate is not None:
             rates.append(rate)

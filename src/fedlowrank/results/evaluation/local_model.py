@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,6 +55,14 @@ class LocalModel:
         return any(map(callable, client_model.series.values())) or (
             callable(client_model.params) and not client_model.series
         )
+
+    def fixed_generators(self, device: torch.device) -> AbstractContextManager[None]:
+        """Fix the random numbers of inference, because a nonstandard layer may draw some.
+
+        Args:
+            device: device of the examples.
+        """
+        return nullcontext() if self.model.is_standard else self.key.global_generators(device)
 
     @property
     def identity(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -149,13 +148,7 @@ def evaluate_client(
         metrics: further metrics by name.
         loss: loss of the task.
     """
-    # a nonstandard layer may draw random numbers in evaluation, too
-    generators = (
-        contextlib.nullcontext()
-        if model.model.is_standard
-        else model.key.global_generators(data.train.y.device)
-    )
-    with torch.inference_mode(), generators:
+    with torch.inference_mode(), model.fixed_generators(data.train.y.device):
         pool = make_pool(model.model, list_sets(data), loss)
         results = {
             series: measure_predictor(predict, pool, metrics) for series, predict in model.predictors.items()

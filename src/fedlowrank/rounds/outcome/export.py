@@ -22,6 +22,7 @@ from ...adapters.deployment import (
 from ...adapters.state_dict import full_state_dict
 from ...core.contract import ClientInfo, EngineModel
 from ...core.errors import ConfigError, did_you_mean
+from ...core.learning.losses import class_axis
 from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
 from ...linalg.matricize import Weights, sum_parts, unpack_weights
@@ -100,11 +101,12 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
         deployed_scores, dense_scores = (
             m(**x) if isinstance(x, dict) else m(x) for m in (deployed_module, dense)
         )
+    axis = class_axis(dense_scores)
     times = compare_latency({"dense": dense, "deployed": deployed_module}, _first(x), repeats)
     return Gain(
         (measure_size(dense), measure_size(deployed_module)),
         (times["dense"], times["deployed"]),
-        float((deployed_scores.argmax(-1) == dense_scores.argmax(-1)).double().mean()),
+        float((deployed_scores.argmax(axis) == dense_scores.argmax(axis)).double().mean()),
         float((deployed_scores - dense_scores).abs().max()),
         path.stat().st_size,
     )

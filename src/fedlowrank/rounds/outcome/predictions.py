@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -207,21 +206,12 @@ def _scores(run: Run, client_id: int, examples: Examples, series: str | None) ->
             "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
         )
     model = run.local_model(run.federation.infos[client_id])
-    with torch.inference_mode(), _random_numbers(model, examples):
+    with torch.inference_mode(), model.fixed_generators(examples.y.device):
         predict = _predictor(run, model, series)
         if not len(examples):
             shape = examples.y.shape[1:] if examples.is_regression else [len(run.federation.classes)]
             return torch.zeros(0, *shape)
         return score_sets(predict, make_pool(model.model, [examples], run.federation.loss)).cpu().clone()
-
-
-def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:
-    """Fix the random numbers as in an evaluation, because a nonstandard layer may draw some."""
-    return (
-        contextlib.nullcontext()
-        if model.model.is_standard
-        else model.key.global_generators(examples.y.device)
-    )
 
 
 def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:

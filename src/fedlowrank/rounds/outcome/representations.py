@@ -26,11 +26,12 @@ def compute_representations(run: Run, limit: int) -> dict[str, Tensor]:
     for info, data in zip(federation.infos, federation.clients, strict=True):
         if not len(data.test):
             continue
-        params = run.personal_params(info)
+        local_model = run.local_model(info)
+        params = local_model.personal()
         model = federation.architectures[info.architecture]
         examples = data.test.take(torch.arange(min(share, len(data.test))))
         batch = data.test if mixes_examples(model) else examples
-        with torch.inference_mode():
+        with torch.inference_mode(), local_model.fixed_generators(examples.y.device):
             x.append(model.represent(params, batch.x)[: len(examples)].cpu().flatten(1).clone())
         label.append(examples.y.cpu())
         client.append(torch.full((len(examples),), info.id))

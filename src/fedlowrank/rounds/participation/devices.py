@@ -61,6 +61,9 @@ class Devices(CheckedFields):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("flops_per_second", *_LISTS, "deadline"):
             self._check(name)
+        if self.per_client and not any(isinstance(getattr(self, name), tuple) for name in _LISTS):
+            advice = "give run.devices.speeds, uplink, downlink or availability a list"
+            refuse_unread_field(self, "per_client", "run.devices", "without a list", advice)
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"run.devices.latency is a number of seconds, at least 0; it is {self.latency}")
         if any(a > 1 for a in _values(self.availability)):
@@ -94,13 +97,6 @@ class Devices(CheckedFields):
         values = () if value is None else _values(value)
         if (value is not None and not values) or any(not 0 < v < math.inf for v in values):
             raise ConfigError(f"run.devices.{name} must be > 0 and finite; it is {value}")
-
-        if self.per_client and not any(isinstance(getattr(self, name), tuple) for name in _LISTS):
-            condition, advice = (
-                "without a list",
-                "give run.devices.speeds, uplink, downlink or availability a list",
-            )
-            refuse_unread_field(self, "per_client", "run.devices", condition, advice)
 
     @property
     def has_clock(self) -> bool:

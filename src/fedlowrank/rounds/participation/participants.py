@@ -45,8 +45,9 @@ class Participants:
         self.unseen = frozenset(order[:count].tolist())
         self.seen = [i for i in range(client_count) if i not in self.unseen]
         self.sampling = _sampling(settings, len(self.seen))
-        self.expected = float(self.sampling.count or len(self.seen) * self._share)
         self._kind, self._count = settings.sampling, count_participants(self._share, len(self.seen))
+        is_poisson = self.sampling.kind == "poisson"
+        self.expected = len(self.seen) * self._share if is_poisson else float(self._count)
         trainable_count = len(self.seen)
         self._candidates = (
             min(2 * self._count, trainable_count) if settings.candidates is None else settings.candidates

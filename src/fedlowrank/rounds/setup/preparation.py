@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 
 from ...core.contract import AnyMethod, ClientInfo
@@ -19,16 +19,8 @@ MOST_EXAMPLES = 10
 """Maximum number of examples of a client, in multiples of the median, where a rule weights by examples."""
 
 
-def move_to_device(
-    federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell
-) -> Federation:
-    """Move a federation to the device of a run, with images and models in the form that the settings name.
-
-    Args:
-        federation: federation of the run.
-        settings: settings of the run.
-        say: function that tells a person why images stay float32 although bytes were asked for.
-    """
+def move_to_device(federation: Federation, settings: RunSettings) -> Federation:
+    """Move a federation to the device of a run, with images and models in the form that the settings name."""
     if settings.statistics == "averaged":
         models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
         federation = dataclasses.replace(federation, architectures=models)
@@ -41,26 +33,23 @@ def move_to_device(
     except DataError as error:
         # a server with remote clients holds no images
         if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
-            say(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
+            tell(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
     return federation.to(settings.device)
 
 
 def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
     """Draw the hostile clients, and apply the attack to their data and sizes in the federation."""
-    attack, infos = trust.attack, list(federation.infos)
-    hostile: frozenset[int] = frozenset()
-    clients = list(federation.clients)
-    if attack.kind != "none":
-        hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
-        for i in hostile:
-            # the choice between the responses of a pair is a label, too
-            classes = 2 if federation.loss.is_preference else len(federation.classes)
-            clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
-            infos[i] = dataclasses.replace(
-                infos[i], example_count=claimed_examples(infos[i].example_count, attack)
-            )
+    attack, infos, clients = trust.attack, list(federation.infos), list(federation.clients)
     if attack.kind == "none":
-        return hostile, federation
+        return frozenset(), federation
+    hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
+    # the choice between the responses of a pair is a label, too
+    classes = 2 if federation.loss.is_preference else len(federation.classes)
+    for i in hostile:
+        clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
+        infos[i] = dataclasses.replace(
+            infos[i], example_count=claimed_examples(infos[i].example_count, attack)
+        )
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
 
 

@@ -12,7 +12,7 @@ from ...data.federation import Federation
 from ...models.architecture import Architecture
 
 NEAREST = 32
-"""Maximum distance from the batch size at which another batch size is searched."""
+"""Batch sizes below the sum of the batch size and this number are tried."""
 
 
 def check_single_examples(
