@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlowrank.rounds.logs.console import console
 from tests.cli.small_experiment import SMALL, done, write
 
 Capsys = pytest.CaptureFixture[str]
@@ -41,3 +42,16 @@ def test_the_picture_of_the_data_embeds_truetype_fonts(capsys: Capsys) -> None:
     content = Path("data.pdf").read_bytes()
     assert not re.search(rb"/Subtype\s*/Type3", content)
     assert b"/FontFile2" in content
+
+
+def test_a_path_wider_than_the_terminal_can_be_copied(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path, words = f"/{'folder/' * 20}model.safetensors", "a warning of many words " * 8
+    for text in (f"run folder: {path}", words):
+        console().print(text)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"run folder: {path}"
+    assert len(shown) == 4
+    assert max(map(len, shown[1:])) <= 80

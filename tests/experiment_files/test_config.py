@@ -64,6 +64,21 @@ def test_one_other_field_is_another_experiment() -> None:
     assert made.overlay({}) == made
 
 
+@pytest.mark.parametrize("field", ["run.participation", "partition.alpha", "loss.kind", "run.target"])
+def test_a_papers_number_of_a_default_value_is_shown(field: str) -> None:
+    values: dict[str, tuple[Any, Any]] = {
+        "run.participation": (0.5, 1.0), "partition.alpha": (0.1, 0.5), "loss.kind": ("focal", "cross_entropy"),
+        "run.target": (0.5, 0.7),
+    }  # fmt: skip
+    section, key = field.split(".")
+    vary = f"{field}={','.join(map(str, values[field]))}"
+    tables = {"vary": vary, "partition": {"kind": "dirichlet", "clients": 3}, "method": "fedavg"}
+    tables["reference"] = {"label": "Table 1", "accuracy": {"fedavg": [80.0, 90.0]}}
+    for value, number in zip(values[field], (80.0, 90.0), strict=True):
+        made = ExperimentConfig.parse(tables).overlay({section: {key: value}})
+        assert made.describe()["reference"]["accuracy"] == {"fedavg": number}
+
+
 @pytest.mark.full
 def test_what_is_laid_over_keeps_the_rest_unless_the_kind_changes() -> None:
     made = ExperimentConfig.parse(TABLES)

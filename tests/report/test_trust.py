@@ -85,6 +85,13 @@ class TestSetting:
         assert expected in text
         assert len(text.split(". ")) - len(plain.split(". ")) == ("sampling" not in tables)
 
+    def test_over_a_network_the_protocol_sets_how_many_must_reply(self, make_run):
+        run = make_run("a", run=trusting(secure={"on": True, "bits": 16}))
+        (run.folder / "network.json").write_text("{}")
+        text = said(run)
+        assert "the server learns the total, if more than two thirds of the clients reply" in text
+        assert "66 %" not in text
+
     @pytest.mark.full
     def test_says_nothing_of_defaults_and_of_runs_that_know_none_of_it(self, make_run):
         assert said(make_run("a")) == said(make_run("a", run=OFF))

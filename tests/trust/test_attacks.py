@@ -294,4 +294,6 @@ def test_dtypes_stay_and_inputs_are_not_changed(kind: Any) -> None:
 def test_examples_lies_about_their_number() -> None:
     assert claimed_examples(30, Attack("examples")) == 3000
     assert claimed_examples(30, Attack("examples", strength=2.5)) == 75
+    # a weight of 0 for all would leave a round without a result
+    assert claimed_examples(3, Attack("examples", strength=0.1)) == 1
     assert claimed_examples(30, Attack("sign_flip", strength=2.5)) == 30

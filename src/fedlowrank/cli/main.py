@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,8 @@ FILE = "experiment file (TOML); over a network the same for all"
 USAGE = "fedlowrank %s [options] FILE [SECTION.FIELD=VALUE ...]"
 FIELDS = """All fields of a file: fedlowrank fields. Those of one part: fedlowrank fields run,
 fedlowrank fields run.privacy, fedlowrank fields methods.floral."""
+REPORTING = ("cli", "config", "engines", "network", "results", "rounds", "storage")
+"""Parts of the package whose progress is shown; of the others warnings alone."""
 LOG = "write the numbers of each round as it ends: tensorboard, wandb, mlflow, comma-separated"
 
 
@@ -385,6 +388,24 @@ class _LogHandler(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def show_log_messages(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler all warnings of the package, and the progress that some of its parts report."""
+    package = logging.getLogger(__package__.partition(".")[0])
+    # rounds over a network are reported by log messages
+    reporting = [package.getChild(part) for part in REPORTING]
+    levels = [logger.level for logger in reporting]
+    for logger in reporting:
+        logger.setLevel(logging.INFO)
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        for logger, level in zip(reporting, levels, strict=True):
+            logger.setLevel(level)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -404,22 +425,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra_args:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *extra_args]
     import_path, previous_handler = list(sys.path), None
-    # rounds over a network are reported by log messages
-    package, handler = __package__.partition(".")[0], _LogHandler()
-    loggers = [
-        logging.getLogger(f"{package}.{package_name}")
-        for package_name in ("cli", "config", "engines", "network", "results", "rounds", "storage")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
     if threading.current_thread() is threading.main_thread():
         # SIGTERM ends the command as Ctrl-C does: the last finished round is kept
         previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         # runs hold their clients' data and models trained on them
-        with private_umask():
+        with private_umask(), show_log_messages(_LogHandler()):
             return _call(**vars(args))
     except FedlowrankError as error:
         if args.debug:
@@ -438,9 +449,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         # an import of the user's own code adds the working folder
         sys.path[:] = import_path
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
         if previous_handler is not None:
             signal.signal(signal.SIGTERM, previous_handler)
 

@@ -376,13 +376,16 @@ class ExperimentConfig(pydantic.BaseModel):
     def code(self) -> tuple[str, ...]:
         """Names of the user's own Python code, ``module:attribute``."""
         methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
-        names = (*methods, *self.run.metrics)
-        code_names = [self.loss.kind] if self.loss.is_custom else []
-        code_names += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
         trainers = [] if self.language is None else [self.language.trainer, self.local.trainer or ""]
-        code_names += [name for name in trainers if ":" in name]
-        code = [*self.model.own, *self.run.callbacks, *code_names, *(name for name in names if ":" in name)]
-        return tuple(dict.fromkeys(code))
+        names = [name for name in (*methods, *trainers) if ":" in name]
+        return tuple(dict.fromkeys([*self._shared_code, *self.run.callbacks, *names]))
+
+    @property
+    def _shared_code(self) -> list[str]:
+        """Names of the user's own code on which the results of every method depend."""
+        names = [self.loss.kind] if self.loss.is_custom else []
+        names += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
+        return [*names, *self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
 
     @property
     def compared_methods(self) -> list[str]:
@@ -478,7 +481,10 @@ class ExperimentConfig(pydantic.BaseModel):
             "paper": self.paper,
             **{section: tables[section] for section in _DESCRIBED if section in tables},
             "model": dataclasses.asdict(self.model),
-            "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
+            # a varied field may have its default value
+            "reference": None
+            if self.reference is None
+            else self.reference.describe(self.vary, self.model_dump(mode="json")),
             "experiment": tables,
         }
 
@@ -496,11 +502,8 @@ class ExperimentConfig(pydantic.BaseModel):
 
     def _describe_code(self, name: str) -> dict[str, str]:
         """Describe the user's own code on which the results of a method depend, by ``module:attribute``."""
-        cls = self._class_of(name)
-        code_names = [self.loss.kind] if self.loss.is_custom else []
-        code_names += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
-        code_names += [*self.model.own, *(metric for metric in self.run.metrics if ":" in metric)]
-        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **self._import_code(code_names)})
+        cls, shared_code = self._class_of(name), self._import_code(self._shared_code)
+        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **shared_code})
 
     def _import_code(self, names: Sequence[str]) -> dict[str, Any]:
         if not self._allow_code:

@@ -382,15 +382,16 @@ def _log_to(log_path: Path | None) -> Iterator[None]:
     if log_path is not None:
         handlers.append(logging.FileHandler(log_path))
         handlers[1].setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
-    package_logger = logging.getLogger(__package__)
-    level = package_logger.level
-    package_logger.setLevel(logging.INFO)
+    # all warnings of the package, and what its network part reports
+    package_logger, network_logger = logging.getLogger("fedlowrank"), logging.getLogger(__package__)
+    level = network_logger.level
+    network_logger.setLevel(logging.INFO)
     for handler in handlers:
         package_logger.addHandler(handler)
     try:
         yield
     finally:
-        package_logger.setLevel(level)
+        network_logger.setLevel(level)
         for handler in handlers:
             package_logger.removeHandler(handler)
             handler.close()

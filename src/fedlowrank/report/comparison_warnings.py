@@ -106,7 +106,7 @@ def _find_unequal_sizes(group: RunGroup) -> list[str]:
 
 
 def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
-    """Warn of each group whose router chose one cluster for all clients, with advice."""
+    """Warn of each group in which one cluster was chosen for all clients, with advice."""
     warnings = []
     for group in groups:
         collapses = [(run.record.seed, run.collapse) for run in group.runs if run.collapse]
@@ -121,8 +121,8 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
                 advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
                 advice += "(router.noise), or another seed"
             warnings.append(
-                f"{group.label}: the router collapsed. At round {example.round} one of {example.clusters} clusters has the "
-                f"largest share at all {example.clients} clients ({clusters_text}, counted from 0), so the others serve "
+                f"{group.label}: all clients chose one cluster. At round {example.round} one of {example.clusters} clusters "
+                f"has the largest share at all {example.clients} clients ({clusters_text}, counted from 0), so the others serve "
                 f"no client and nothing tells the clients apart. What may help: {advice}."
             )
     return warnings

@@ -55,9 +55,13 @@ def describe_trust(run: RunRecord) -> list[str]:
     if attack.get("kind", "none") != "none":
         sentences.append(_describe_attack(run, attack))
     if secure.get("on"):
+        # over a network the protocol sets its own bound
+        least_text = (
+            "more than two thirds" if run.is_deployed else f"{format_number(100 * secure['threshold'])} %"
+        )
         sentences.append(
             f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the "
-            f"server learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
+            f"server learns the total, if {least_text} of the clients reply."
         )
     return sentences
 

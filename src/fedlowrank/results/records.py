@@ -248,6 +248,11 @@ class RunRecord:
         )
         return cls(folder, config, clients, rounds, actual_status(folder, status), missing_rounds)
 
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the run was one over a network."""
+        return (self.folder / ACCOUNT).exists()
+
     def section(self, *names: str) -> dict[str, Any]:
         """Get a section of ``run.json``, or a nested one; empty if it is missing or null."""
         value: Any = self.config

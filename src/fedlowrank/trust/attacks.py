@@ -233,8 +233,8 @@ def alie_z(client_count: int, hostile_count: int) -> float:
 
 
 def claimed_examples(examples: int, attack: Attack) -> int:
-    """The number of examples n_k that a hostile client claims: strength times its own in the attack ``examples``."""
-    return round(_strength(attack) * examples) if attack.kind == "examples" else examples
+    """The number of examples n_k that a client claims: in the attack ``examples`` strength times its own, at least 1."""
+    return max(1, round(_strength(attack) * examples)) if attack.kind == "examples" else examples
 
 
 def _strength(attack: Attack) -> float:

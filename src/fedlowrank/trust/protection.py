@@ -63,7 +63,7 @@ from .updates import (
     describe_dense_update,
     read_reference,
     remove_compared,
-    replace_numbers,
+    replace_parts,
     replace_update,
     restore_compared,
 )
@@ -232,7 +232,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     def _without_change(self, reference: Any, down: Download, view: ClientView) -> Any:
         """An upload without any change, in the form that shape tracing finds without data."""
         upload, _ = trace_upload(self.inner, self.task, view.info, down.message)
-        return replace_numbers(upload, read_reference(upload, reference))
+        return replace_parts(upload, read_reference(upload, reference))
 
     def _clip_update(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
@@ -243,7 +243,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         upload, norm = clip_update(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(norm):
             # an update that cannot be bounded is not sent
-            upload = replace_numbers(upload, read_reference(upload, reference))
+            upload = replace_parts(upload, read_reference(upload, reference))
         return upload, torch.tensor([float(norm <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
@@ -300,7 +300,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         if norm <= bound * (1 + _NORM_TOLERANCE):
             return upload
         if not math.isfinite(norm):
-            return replace_numbers(upload, read_reference(upload, update.reference))
+            return replace_parts(upload, read_reference(upload, update.reference))
         return clip_update(upload, update.reference, bound, update.scale)[0]
 
     def change(self, server: ServerState, down: Download, upload: Upload, client: ClientInfo) -> Params:
@@ -377,7 +377,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         def total(path: str, leaf: Any) -> Any:
             # in a Sum, the reference counts once for every expected client
             factor, divisor = (1.0, self.expected) if isinstance(leaf, Mean) else (self.expected, 1.0)
-            return replace_numbers(
+            return replace_parts(
                 leaf.value,
                 {
                     leaf_path: (t.double() * factor + noised[path + leaf_path] / divisor).to(t)

@@ -244,7 +244,7 @@ class FixedPoint:
 
 
 class MaskingPlan:
-    """Which clients share masks, and how many must reply, if m clients are present to share secrets.
+    """Which of m clients share masks, and how many must reply.
 
     Attributes:
         holders: holders of the shares of each client's secrets: itself and its neighbors, which are up to 2 ⌈log2 m⌉ places
@@ -255,20 +255,20 @@ class MaskingPlan:
             m = 100.
     """
 
-    def __init__(self, client_count: int, present_ids: Sequence[int], threshold: float, key: Key) -> None:
-        m, reach = len(present_ids), 2 * max(0, len(present_ids) - 1).bit_length()
+    def __init__(self, client_ids: Sequence[int], threshold: float, key: Key) -> None:
+        m, reach = len(client_ids), 2 * max(0, len(client_ids) - 1).bit_length()
         order, offsets, holder_count = (
             key.numpy().permutation(m),
             range(-reach, reach + 1),
             min(2 * reach + 1, m),
         )
         holder_indices = {
-            present_ids[p]: sorted({int(order[(i + d) % m]) for d in offsets}) for i, p in enumerate(order)
+            client_ids[p]: sorted({int(order[(i + d) % m]) for d in offsets}) for i, p in enumerate(order)
         }
         self.holders = {
-            client_id: [present_ids[p] for p in holders] for client_id, holders in holder_indices.items()
+            client_id: [client_ids[p] for p in holders] for client_id, holders in holder_indices.items()
         }
-        self.min_replies = max(MIN_REPLIES, math.ceil(multiply_share(threshold, client_count)))
+        self.min_replies = max(MIN_REPLIES, math.ceil(multiply_share(threshold, m)))
         self.threshold = min(
             holder_count,
             self.min_replies if holder_count == m else math.ceil(multiply_share(threshold, holder_count) / 2),
@@ -400,7 +400,6 @@ class SecureAggregator(Aggregator):
         settings: bits, bound and threshold. ConfigError if Flower is not installed.
         key: key of this round; masks would repeat with the same key.
         largest_weight: largest weight of a client in a Mean, known to all before the round, such as the cap on examples.
-        absent_ids: identifiers of the clients that left before they shared their secrets.
 
     Attributes:
         clipped: number of values that were clipped. Over a network each client knows only its own number.
@@ -417,20 +416,18 @@ class SecureAggregator(Aggregator):
         settings: SecureSums,
         key: Key,
         largest_weight: float,
-        absent_ids: Collection[int] = (),
     ) -> None:
         super().__init__(client_ids)
-        present_ids = [c for c in client_ids if c not in absent_ids]
         self.clipped, self.reason, self._order, self._missing, self._like = (
             0,
             "",
             client_ids,
-            set(present_ids),
+            set(client_ids),
             None,
         )
         self.coarse_weights: list[float] = []
         self.grid = FixedPoint(settings, len(client_ids), largest_weight)
-        self._plan = MaskingPlan(len(client_ids), present_ids, settings.threshold, key / "neighbors")
+        self._plan = MaskingPlan(client_ids, settings.threshold, key / "neighbors")
 
         def make(client: int) -> MaskingClient:
             client_key = key / "client" / client
@@ -439,7 +436,7 @@ class SecureAggregator(Aggregator):
             )
             return MaskingClient(client, seed, secret, self._plan.min_replies)
 
-        self._clients = {c: make(c) for c in present_ids}
+        self._clients = {c: make(c) for c in client_ids}
         for owner, holders in self._plan.holders.items():
             shares = self._clients[owner].share(len(holders), self._plan.threshold)
             for holder, pair in zip(holders, shares, strict=True):

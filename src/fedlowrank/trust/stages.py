@@ -162,7 +162,8 @@ class TopK(Stage):
 class LowRankStage(Stage):
     """Truncate the singular value decomposition U S Vᵀ of each tensor as a matrix ``[d0, rest]``.
 
-    rows are singular vectors. If these would not be smaller, the tensor stays as it is, as ``PATH/whole``.
+    A tensor becomes ``PATH/left``, (U √S)ᵀ ``[rank, d0]``, and ``PATH/right``, (V √S)ᵀ ``[rank, rest]``, whose rows are
+    scaled singular vectors. If these would not be smaller, the tensor stays as it is, as ``PATH/whole``.
 
     Attributes:
         rank: rank of all factors, at least 1; those of a tensor of lower rank are zero-padded.

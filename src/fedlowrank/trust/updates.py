@@ -139,23 +139,21 @@ def read_reference(upload: Any, reference: Any) -> Params:
     return numbers
 
 
-def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -> Any:
-    """Return a tree with the tensors at some paths replaced."""
-    if isinstance(value, Tensor):
-        return numbers.get(path, value)
+def replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
+    """Return a tree with the parts at some paths, such as tensors, replaced."""
+    if path in parts:
+        return parts[path]
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(
-        value, [(k, replace_numbers(v, numbers, tree.join_path(path, k))) for k, v in children]
-    )
+    return tree.rebuild(value, [(k, replace_parts(v, parts, tree.join_path(path, k))) for k, v in children])
 
 
 def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """Return the upload with another update: the sum of the reference and that update."""
     base = read_reference(upload, reference)
     numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
-    return replace_numbers(upload, numbers)
+    return replace_parts(upload, numbers)
 
 
 def compute_update_parts(
@@ -355,7 +353,7 @@ def move_along(upload: Any, reference: Any, t: float) -> Any:
             path + leaf_path: (base[leaf_path] + t * u).to(base[leaf_path])
             for leaf_path, u in compute_update(part, ref).items()
         }
-    return replace_numbers(upload, numbers)
+    return replace_parts(upload, numbers)
 
 
 def remove_compared(upload: Any, reference: Any) -> Any:
@@ -387,7 +385,7 @@ def restore_compared(remainder: Any, reference: Any, update: Mapping[str, Tensor
         if base.keys() - update.keys():
             raise TreeError(f"the update lacks {sorted(base.keys() - update.keys())}")
         numbers = {leaf_path: t + update[leaf_path].to(t) for leaf_path, t in base.items()}
-        return replace_numbers(reference, numbers, path)
+        return replace_parts(reference, numbers, path)
     children = tree.children(remainder, path)
     if children is None or reference is None or type(reference) is float:
         return remainder

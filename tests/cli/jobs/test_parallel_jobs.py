@@ -62,6 +62,20 @@ def test_two_jobs_have_the_bits_of_one_and_errors_stay_with_their_run(capsys: Ca
     assert [row.split(",")[1] for row in csv[0]] == [row.split(",")[1] for row in csv[1]]
 
 
+def test_workers_show_every_warning_of_the_package(capsys: Capsys) -> None:
+    pytest.importorskip("flwr")
+    arguments = ["compare", write(Path()), "run.secure.on=true", "run.secure.bits=8", "--methods", "fedavg"]
+    warnings = []
+    for jobs in "12":
+        capsys.readouterr()
+        assert main([*arguments, "--seeds", "0,1", "--jobs", jobs, "-o", jobs]) == 0
+        captured = capsys.readouterr()
+        shown = f"{captured.out} {captured.err}"
+        warnings.append(" ".join(shown.split()).count("Raise secure.bits"))
+    # one for each run
+    assert warnings == [2, 2]
+
+
 @pytest.mark.full
 def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,

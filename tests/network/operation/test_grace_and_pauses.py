@@ -198,6 +198,9 @@ def test_who_is_named_is_a_minority() -> None:
     assert [*find_worst_shapes(shapes(honest, (1.0, 0.2), (2.0, 0.2)), [6, 7])] == [2, 1, 0]
     assert [*find_suspects(shapes((1.0, -0.2), (1.0, -0.5), (1.0, -0.3)), [7], 3.0)] == [1]
     assert find_suspects(shapes(honest), [7], 3.0) == {}
+    # one of one or of two is no minority
+    assert find_suspects(shapes((5.0, -0.9)), [7], 3.0) == {}
+    assert find_suspects(shapes((5.0, -0.9), honest), [7], 3.0) == {}
     assert find_suspects({}, [7], 3.0) == {}
 
 

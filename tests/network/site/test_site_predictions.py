@@ -68,7 +68,7 @@ def test_new_rows_are_prepared_and_scored_as_those_of_training(
     table = make_table(1).sample(frac=1, random_state=0)
     table[["dose", "age"]].to_csv(rows, index=False)
     assert main(["predict", str(folders[1]), "--rows", str(rows), "-o", str(out)]) == 0
-    assert "60 rows, predicted by" in capsys.readouterr().out
+    assert "60 rows, predicted by" in " ".join(capsys.readouterr().out.split())
     actual = pd.read_csv(out)
     assert actual["row"].tolist() == list(range(60))
     assert set(actual["client"]) == {1}

@@ -107,15 +107,15 @@ class TestCollapse:
         bad = make_run("floral", 1, rounds=choosing(TRUTH, [1, 1, 1, 1]), **learnt)
         other = make_run("ifca", 0, title="IFCA", rounds=choosing(TRUTH, TRUTH), clients=people)
         (said,) = collapse_warnings(group_runs([good, bad, other]))
-        assert said.startswith("FLoRAL: the router collapsed. At round 1 one of 2 clusters")
+        assert said.startswith("FLoRAL: all clients chose one cluster. At round 1 one of 2 clusters")
         for part in ("all 4 clients", "seed 1: cluster 1", "lower learning rate", "noise", "another seed"):
             assert part in said
         assert "seed 0" not in said
         assert said in find_warnings(group_runs([good, bad]))
         table = compare_runs([good, bad])
         assert said in text_of(table, 1000)
-        assert "the router collapsed" in comparison_markdown(table)
-        assert "the router collapsed" in page_of([good, bad], tmp_path)
+        assert "all clients chose one cluster" in comparison_markdown(table)
+        assert "all clients chose one cluster" in page_of([good, bad], tmp_path)
         assert collapse_warnings(group_runs([good, other])) == []
         (said,) = collapse_warnings(
             group_runs([make_run("ifca", 1, rounds=choosing([1, 1, 1, 1]), clients=people)])

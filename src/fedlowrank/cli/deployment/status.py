@@ -14,6 +14,7 @@ from ...network.persistence.account import Account
 from ...results.records import RunRecord, describe_missing
 from ...storage.digest import read_sealed
 from ...storage.lock import is_alive, read_holder
+from ...storage.run_files import ACCOUNT
 from ..read_runs import count_left_out, read_each
 from ..terminal import OUT
 
@@ -103,13 +104,13 @@ def row(folder: Path) -> list[str]:
 
 def _clients(run: RunRecord) -> str:
     """Number of clients; over a network, the numbers of registered clients and refused replies."""
-    if not (run.folder / "network.json").exists():
+    if not run.is_deployed:
         return str(len(run.clients))
     try:
-        account = read_sealed(run.folder / "network.json")
+        account = read_sealed(run.folder / ACCOUNT)
         refused_count = sum(account["refused"].values())
         return f"{len(account['clients'])} of {len(run.clients)} registered, {refused_count} replies refused"
     except CheckpointError as error:
         return str(error)
     except (LookupError, TypeError, AttributeError) as error:
-        return f"network.json is damaged: {error!r}"
+        return f"{ACCOUNT} is damaged: {error!r}"

@@ -19,11 +19,9 @@ from ...core.errors import FedlowrankError, NonFiniteError, TaskError
 from ...results.records import RoundRecord
 from ...rounds.logs.progress import describe_record
 from ..commands import run_method
+from ..main import show_log_messages
 from ..terminal import OUT
 from .parallel import Event
-
-LOGGED = ("cli", "engines", "network", "results", "rounds", "storage")
-"""Packages whose log messages are shown, as by the command line."""
 
 
 def main() -> None:
@@ -35,11 +33,7 @@ def main() -> None:
     os.dup2(2, 1)
     events: SimpleQueue[Event | None] = SimpleQueue()
     worker = _Worker(answers)
-    for package_name in LOGGED:
-        logger = logging.getLogger(f"fedlowrank.{package_name}")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(_WorkerLogHandler(worker))
-    with contextlib.suppress(KeyboardInterrupt):
+    with show_log_messages(_WorkerLogHandler(worker)), contextlib.suppress(KeyboardInterrupt):
         threading.Thread(target=_read, args=(requests, events), daemon=True).start()
         while (request := events.get()) is not None:
             worker.send(worker.run(request))

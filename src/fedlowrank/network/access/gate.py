@@ -182,7 +182,7 @@ class Gate:
         )
         dropped_replies = self.instructions.close(command["close"])
         reply = {"refused": self.instructions.take_refused(), "dropped": dropped_replies}
-        await send_answer(send, 200, json.dumps(reply), "application/json")
+        await send_answer(send, 200, json.dumps(reply))
 
     def _identify(self, scope: AsgiMessage, name: str) -> Caller:
         """Identify the caller; raises Refusal."""
@@ -315,13 +315,12 @@ def _parse(message_type: type[P], body: bytes) -> P:
     return message
 
 
-async def send_answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
+async def send_answer(send: Send, status: int, text: str) -> None:
     """Answer a call, and end its connection unless the status is a success."""
     body = text.encode()
     headers = [(b"content-length", str(len(body)).encode())]
     if body:
-        content_type = "application/json" if text.startswith("{") else content_type
-        headers.append((b"content-type", content_type.encode()))
+        headers.append((b"content-type", b"application/json" if text.startswith("{") else b"text/plain"))
     if status >= 400:
         # part of the call's body may be unread
         headers.append((b"connection", b"close"))

@@ -96,10 +96,8 @@ def find_suspects(
         for client_id, shape in worst_shapes.items()
         if (shape.cosine or 0.0) < 0 or (ratio and (shape.length or 0.0) > ratio)
     ]
-    return {
-        client_id: worst_shapes[client_id]
-        for client_id in outlier_ids[: max(1, (len(worst_shapes) - 1) // 2)]
-    }
+    minority = max(0, len(worst_shapes) - 1) // 2
+    return {client_id: worst_shapes[client_id] for client_id in outlier_ids[:minority]}
 
 
 def find_worst_shapes(

@@ -28,8 +28,7 @@ def coarsen(evaluation: ClientTable, data: ClientData) -> ClientTable:
     Values of a split with fewer than :data:`MIN_EXAMPLES` examples are not sent. An accuracy is rounded to a multiple of
     1/n, where n is the number of examples or, if some labels do not count, of those that do. Losses, further metrics,
     numbers of labels that count, and accuracies on several labels an example have :data:`SIGNIFICANT_DIGITS` significant
-    digits. Shares of clusters are computed from training examples, and are sent
-    with the same number of digits.
+    digits. Shares of clusters are computed from training examples, and are sent with the same number of digits.
 
     Args:
         evaluation: evaluation of a client.

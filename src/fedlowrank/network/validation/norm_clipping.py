@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core import tree
+from ...trust.updates import replace_parts
 from .norms import PRODUCTS_SUFFIX, distance, iterate_floats, iterate_parts, product_distance, unpack_received
 
 STRIKE_WINDOW = 10
@@ -36,17 +37,7 @@ def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, boo
                 bound, by_change = bounds[name]
                 part = _shorten_part(part, reference if by_change else None, bound, measure_norm)
         shortened_parts[path] = part
-    return _replace_parts(unpack_received(upload), shortened_parts)
-
-
-def _replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
-    """Return a tree with the parts at some paths replaced."""
-    if path in parts:
-        return parts[path]
-    children = tree.children(value, path)
-    if children is None:
-        return value
-    return tree.rebuild(value, [(k, _replace_parts(v, parts, tree.join_path(path, k))) for k, v in children])
+    return replace_parts(unpack_received(upload), shortened_parts)
 
 
 def _shorten_part(part: Any, reference: Any, bound: float, measure_norm: Callable[..., float]) -> Any:

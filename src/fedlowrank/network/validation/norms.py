@@ -2,9 +2,9 @@
 
 Each part of an upload (the fields of a dataclass; an upload of another type is one part) is measured twice:
 as the upload minus the part of the download with the same form, and as the upload itself. The update is
-as the upload minus the part of the download with the same form, and as the upload itself. The update is
 the one with the smaller median over the replies: the difference for methods that send weights, the upload
 for those that send updates. A part that holds factors is also measured by its products: in (5 B, A) most
+numbers have their usual size, and the product is five times as long.
 
 The usual norm is max(median of this round, median of past medians). A reply is refused if a part of its update
 is longer than

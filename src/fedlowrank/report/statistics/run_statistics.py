@@ -22,7 +22,6 @@ from ...core.io.text import on_one_line
 from ...results.measurements import COSTS, ClientSelection, Measurements, mean_over_clients
 from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
-from ...storage.run_files import ACCOUNT
 from .chosen_clusters import Collapse, find_collapse, finds_all_groups
 from .measures import MEASURES, TEST_ACCURACY, TEST_LOSS, Measure
 from .modes import Modes
@@ -310,11 +309,6 @@ class RunStatistics:
         row = pd.Series(self.table.row(test_curve.index[-1], measure.name, series or "", "test"))
         return row[np.isfinite(row) & row.index.isin(self.table.select_clients("counted", len(row)))]
 
-    @property
-    def is_deployed(self) -> bool:
-        """Whether the run was one over a network."""
-        return (self.record.folder / ACCOUNT).exists()
-
     @cached_property
     def costs(self) -> dict[str, float]:
         """Costs of the whole run, NaN for those that are not known."""
@@ -326,7 +320,7 @@ class RunStatistics:
         is_confidential = run.section("run", "privacy").get("kind", "none") != "none" or run.section(
             "run", "secure"
         ).get("on")
-        if is_confidential and self.is_deployed:
+        if is_confidential and run.is_deployed:
             # over a network, such clients do not tell how much they computed
             costs |= {"steps": math.nan, "flops": math.nan}
         return costs
@@ -369,7 +363,7 @@ class RunStatistics:
             test_sizes = [row.get("test") or 0 for row in self.record.clients]
             # `join` names the smallest number of examples
             reason = " left the sites: their test sets are small (join --exact-evaluation)"
-            is_held_back = self.is_deployed and is_evaluated and any(test_sizes)
+            is_held_back = self.record.is_deployed and is_evaluated and any(test_sizes)
             problems.append(f"no evaluation{reason if is_held_back else ''}")
         elif (
             score_curve.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]

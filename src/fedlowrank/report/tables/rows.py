@@ -134,8 +134,8 @@ def _results(group: RunGroup, measure: Measure) -> Row:
     means: Row = {
         name: _mean(results[name])
         for name in (
-            "std_clients", "last_weighted", "worst_tenth", "best_by_validation", "best_round", "last_ten",
-            "best_test", "unseen", "std_unseen",
+            "std_clients", "last_weighted", "worst_tenth", "best_by_validation", "last_ten", "best_test", "unseen",
+            "std_unseen",
         )
     }  # fmt: skip
     means["best_round"] = _common(results["best_round"].dropna().astype(int))

@@ -125,9 +125,8 @@ def _pack_columns(table: TextTable, indices: Iterable[int], available_width: int
     remaining_width = 0
     for index in indices:
         column = table.columns[index]
-        lines = [*_stack(column).splitlines(), *(row[len(table.fields) + index] for row in table.rows)]
-        if table.note:
-            lines[: len(_stack(column).splitlines())] = [column.title]
+        heading = [column.title] if table.note else _stack(column).splitlines()
+        lines = [*heading, *(row[len(table.fields) + index] for row in table.rows)]
         width = 3 + min(max(map(len, lines)), LABEL if _wraps(table, column) else TERMINAL)
         if not shares or width > remaining_width:
             shares.append([])

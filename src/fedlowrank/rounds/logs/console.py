@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 
 
 class _Console(Console):
-    """A console that raises an error for a closed pipe, which the command line handles."""
+    """A console that breaks no word, and raises an error for a closed pipe, which the command line handles."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        """Print as Rich does, but leave a text unwrapped if a word, such as a path, is wider than the console."""
+        if soft_wrap is None:
+            words = [word for text in objects if isinstance(text, str) for word in text.split()]
+            soft_wrap = any(len(word) > self.width for word in words)
+        super().print(*objects, soft_wrap=soft_wrap, **options)
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError instead of ending the process."""
