@@ -86,6 +86,10 @@ class CheckpointError(FedlowrankError):
     """A run folder cannot be written, read or resumed."""
 
 
+class ResumeRefusedError(CheckpointError):
+    """A run was asked to go on with another configuration. Nothing has changed."""
+
+
 _DROP_SUCH_REPLIES = "set run.on_nan to 'drop' to go on without such replies."
 
 

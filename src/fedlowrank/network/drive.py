@@ -13,7 +13,7 @@ from typing import Any
 from ..config.experiment import ExperimentConfig
 from ..core.contract import AnyMethod
 from ..core.contract.hook_results import check_client_model
-from ..core.errors import CheckpointError, ConfigError
+from ..core.errors import ConfigError, ResumeRefusedError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..engines.engine import client_view
 from ..engines.sequential import Sequential
@@ -120,14 +120,14 @@ def drive(
     stored_rounds = rounds_of(run_path) if resume else None
     was_finished = resume and RunFolder(run_path, {}, []).is_finished()
     if stored_rounds not in (None, protocol.rounds):
-        raise CheckpointError(
+        raise ResumeRefusedError(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
             "agree on the rounds before the first. Set it back, or start a new run in other folders."
         )
     if resume:
         _check_changes(run_path, experiment, method, protocol, config)
         if (stored_count := len(read_clients(run_path))) != client_count:
-            raise CheckpointError(
+            raise ResumeRefusedError(
                 f"{run_path} cannot be resumed with another configuration: the number of clients was {stored_count} and is "
                 f"{client_count} (network.clients, or partition.clients). Set it back, or start a new run in another folder."
             )
@@ -235,7 +235,7 @@ def _check_changes(
     stored_digests, digests = (digest_sections(c["experiment"]) for c in (stored_config, new_config))
     sections = sorted(s for s in {*stored_digests, *digests} if stored_digests.get(s) != digests.get(s))
     if sections:
-        raise CheckpointError(
+        raise ResumeRefusedError(
             f"{run_path} cannot be resumed with another configuration: section(s) {', '.join(sections)} differ from "
             "those with which its clients joined. Set these back, or start a new run in another folder."
         )

@@ -39,7 +39,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from ..config.experiment import ExperimentConfig
-from ..core.errors import ConfigError, DataError, FedlowrankError
+from ..core.errors import ConfigError, DataError, FedlowrankError, ResumeRefusedError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..core.io.private_files import private_umask
 from ..rounds.simulate import threads
@@ -361,7 +361,8 @@ def _serve(grid: Grid, context: Context) -> None:
         except RunIsOverError as note:
             logger.info("%s", note)
         except FedlowrankError as error:
-            logger.error("error: %s", error)
+            kind = "refused" if isinstance(error, ResumeRefusedError) else "error"
+            logger.error("%s: %s", kind, error)
             raise
         logger.info("finished")
 

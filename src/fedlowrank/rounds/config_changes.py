@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.contract import AnyMethod
-from ..core.errors import CheckpointError
+from ..core.errors import ResumeRefusedError
 from ..models.fingerprint import compare_layers
 from ..storage.run_files import FORMAT
 from .setup.schedules import find_ended_schedules
@@ -67,15 +67,15 @@ def changes_of(
 def check_changes(
     folder: Path, stored_config: Any, new_config: Any, method: AnyMethod, example_counts: Collection[int] = ()
 ) -> None:
-    """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
+    """Raise ResumeRefusedError if a run cannot go on with another configuration; the message names the fields."""
     if stored_config.get("format") != FORMAT:
         version = _table(stored_config, "versions").get("fedlowrank", "another version")
-        raise CheckpointError(
+        raise ResumeRefusedError(
             f"{folder} has format {stored_config.get('format')}, and this version of fedlowrank reads and writes format "
             f"{FORMAT}. Go on with the version that made it ({version}), or start a new run in another folder."
         )
     if changes := changes_of(stored_config, new_config, method, example_counts):
-        raise CheckpointError(
+        raise ResumeRefusedError(
             f"{folder} cannot be resumed with another configuration: "
             + "; ".join(changes)
             + ". Set these back, or start a new run in another folder."

@@ -228,16 +228,15 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
             if status.is_completed or end_message == "finished":
                 return
             if status.is_finished or end_message is not None:
-                reason = (
-                    end_message.removeprefix("error: ")
-                    if end_message
-                    else f"{status.status}: {status.details}"
-                )
+                reason = f"{status.status}: {status.details}"
+                is_refused = end_message is not None and end_message.startswith("refused: ")
+                if end_message is not None:
+                    reason = end_message.removeprefix("refused: ").removeprefix("error: ")
                 if reason.startswith("paused: "):
                     raise ProcessError(f"the run is {reason} Details: {link.log}")
                 advice = "Go on with it by --resume" if RunFolder.has_begun(run_path) else "Start it again"
-                if "another configuration" in reason:
-                    # which says what to do
+                if is_refused:
+                    # the reason says what to do
                     advice = "Nothing has changed"
                 raise ProcessError(f"the run failed: {reason} {advice}; details: {link.log}")
 
@@ -279,7 +278,7 @@ class _Follower:
             text = line.decode(errors="replace").rstrip("\n")
             logger.info(text)
             message = text.partition(" ")[2]
-            if message == "finished" or message.startswith("error: "):
+            if message == "finished" or message.startswith(("error: ", "refused: ")):
                 end_message = message
         return end_message
 
