@@ -177,6 +177,22 @@ def test_inertia_counts_the_eigenvalues_above(n: int, seed: int, x: float) -> No
     assert count_above(lower, x) == (np.linalg.eigvalsh(h) > x).sum()
 
 
+@pytest.mark.parametrize("rank", [0, 1, 5, 8])
+def test_eigenvalues_of_a_singular_matrix_are_counted(rank: int) -> None:
+    # diagonal, so that the factorization meets exact zeros
+    values = np.concatenate([np.arange(1.0, rank + 1), np.zeros(8 - rank)])
+    assert count_above(torch.from_numpy(np.diag(values)), 0.0) == rank
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_wide_layer_with_a_dead_unit_is_thresholded(dtype: torch.dtype) -> None:
+    w = torch.randn(600, 600, generator=torch.Generator().manual_seed(0)).to(dtype)
+    w[:, 5] = 0
+    values = np.linalg.svd(w.double().numpy(), compute_uv=False)
+    c = float(values[300:302].mean())
+    assert threshold_singular_values(w, c).rank == 301
+
+
 @given(matrices(), st.sampled_from([1e-3, 0.1, 1.0, 3.0]))
 def test_the_result_satisfies_the_condition_of_optimality(w: np.ndarray, c: float) -> None:
     """(W - X) / c is a subgradient of the nuclear norm at X: spectral norm at most 1, and ⟨·, X⟩ = ‖X‖_*."""

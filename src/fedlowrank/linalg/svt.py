@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from .factored import check_real_matrix, not_finite_error, thin_svd
+from .factored import canonical_signs, check_real_matrix, not_finite_error, thin_svd
 from .matricize import LowRank
 
 Algorithm = Literal["auto", "gram", "svd"]
@@ -56,8 +56,7 @@ def threshold_singular_values(w: Tensor, c: float, algorithm: Algorithm = "auto"
 
     Returns:
         Factors with the type and device of ``w``, of rank 0 if no singular value is above the threshold. The
-        largest entry of
-        each column of the left factor, by magnitude, is positive.
+        largest entry of each column of the left factor, by magnitude, is positive.
 
     Raises:
         ArithmeticError: if ``algorithm`` is ``gram`` and the cheap way is not safe.
@@ -71,7 +70,7 @@ def threshold_all(ws: Sequence[Tensor], c: float, algorithm: Algorithm = "auto")
     """Do :func:`threshold_singular_values` for many matrices; an accelerator batches those of the same shape."""
     _check_threshold(c)
     for w in ws:
-        check_real_matrix(w, "threshold_singular_values")
+        check_real_matrix(w, "threshold_all")
     groups: dict[object, list[int]] = {}
     for i, w in enumerate(ws):
         # LAPACK decomposes one matrix at a time in any case, and groups of one need less memory
@@ -173,7 +172,7 @@ def _decompose_by_gram(a: Tensor, c: float, eps: float, pair: Eigenpairs | None)
     if c <= 0:
         return None
     # low enough to include values just below c: n ε64 σ₁² / c < n ε c for all matrices that pass the next line
-    values, vectors = pair or _eigenpairs_above(_gram(a), c * c * max(0.0, 1 - 2 * a.shape[1] * eps))
+    values, vectors = pair or _eigenpairs_above(compute_gram(a), c * c * max(0.0, 1 - 2 * a.shape[1] * eps))
     largest_eigenvalue = float(values[-1]) if len(values) else 0.0
     if eps * c * c < EPS * largest_eigenvalue:
         return None
@@ -185,12 +184,12 @@ def _decompose_by_gram(a: Tensor, c: float, eps: float, pair: Eigenpairs | None)
     return a @ v / s[indices], s[indices], v
 
 
-def _gram(a: Tensor) -> Tensor:
-    """Compute AᵀA; on the CPU only its lower triangle is valid, for half the work."""
+def compute_gram(a: Tensor, of_rows: bool = False) -> Tensor:
+    """Compute AᵀA, or AAᵀ of the rows, in float64; on the CPU only its lower triangle is valid, for half the work."""
     if a.device.type != "cpu":
-        return a.mT @ a
+        return a @ a.mT if of_rows else a.mT @ a
     # a row-major matrix is the transpose in column-major order, which BLAS reads
-    return torch.from_numpy(_scipy_linalg().blas.dsyrk(1.0, a.contiguous().numpy().T).T)
+    return torch.from_numpy(_scipy_linalg().blas.dsyrk(1.0, a.contiguous().numpy().T, trans=of_rows).T)
 
 
 def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
@@ -223,7 +222,8 @@ def count_above(h: Tensor, x: float) -> int:
     """
     shifted_matrix = h.clone()
     shifted_matrix.diagonal().sub_(x)
-    ld, pivots, *_ = torch.linalg.ldl_factor(shifted_matrix)
+    # unlike ldl_factor it also factors singular matrices, whose D has zeros, which are not above 0
+    ld, pivots, _ = torch.linalg.ldl_factor_ex(shifted_matrix)
     # a pair of negative pivots marks a 2×2 block of D, which has one eigenvalue of each sign
     is_single = pivots > 0
     return int((is_single & (ld.diagonal() > 0)).sum()) + int((~is_single).sum()) // 2
@@ -231,6 +231,5 @@ def count_above(h: Tensor, x: float) -> int:
 
 def _balanced_factors(u: Tensor, root: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:
     """Build factors that divide the singular values evenly, given the square roots of these."""
-    if len(root):
-        root = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -root, root)
+    root = root * canonical_signs(u)
     return LowRank((u * root).to(dtype).contiguous(), (v * root).mT.to(dtype).contiguous())
