@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.delta import (
     DeltaForm,
     initial_deltas,
     measure_product_norm,
-    measure_product_norms,
     measure_tail_energy,
     split_svd,
     truncate_delta,
@@ -25,6 +25,7 @@ from fedlowrank.linalg.delta import (
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.low_rank_sum import add_low_rank, orthogonalize
 from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.truncation import truncate_update
 
 STATES = (DeltaForm("exact"), DeltaForm("capped", cap=9), DeltaForm("dense"), DeltaForm("auto"))
 
@@ -99,7 +100,7 @@ def test_norms_of_products_against_the_products() -> None:
     rng = np.random.default_rng(13)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         pairs = [Pair(rand(rng, 70, r, dtype), rand(rng, r, 50, dtype)) for r in (1, 5, 60)]
-        assert measure_product_norms(pairs) == pytest.approx(
+        assert [measure_product_norm(p) for p in pairs] == pytest.approx(
             [np.linalg.norm(product(p)) for p in pairs], rel=1e-13
         )
     assert measure_product_norm(Pair(torch.zeros(4, 2), torch.ones(2, 3))) == 0
@@ -160,6 +161,31 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
 def test_what_cannot_be_is_refused(ask: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         ask(initial_deltas({"layer.0": (5, 4)}, DeltaForm("exact"), 2))
+
+
+@pytest.mark.parametrize("scale", [0.25, 3.0, -2.0])
+@pytest.mark.parametrize("how", ["sqrt", "B", "A"])
+def test_a_scale_divides_the_factors_as_the_singular_values_are_split(how: Any, scale: float) -> None:
+    w = rand(np.random.default_rng(3), 6, 5)
+    pair, plain = (split_svd(compute_svd(w), 2, how, s) for s in (scale, 1.0))
+    np.testing.assert_allclose(scale * product(pair), best(w.numpy(), 2), atol=1e-13)
+    # W = s·B A, where |s|^p divides B and |s|^(1 - p) divides A
+    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
+    torch.testing.assert_close(pair.a, plain.a / abs(scale) ** (1 - power), rtol=1e-14, atol=0)
+    torch.testing.assert_close(pair.b, np.sign(scale) * plain.b / abs(scale) ** power, rtol=1e-14, atol=0)
+
+
+def test_a_rank_may_be_a_whole_number_of_numpy() -> None:
+    state = initial_deltas({"w": (5, 4)}, DeltaForm("exact"), np.int64(2))
+    state = update_deltas(state, {"w": [(1.0, good())]})
+    rank = np.int64(1)
+    assert tree.equal(truncate_delta(state["w"], rank), truncate_delta(state["w"], 1))
+    assert measure_tail_energy(state["w"], [rank]) == measure_tail_energy(state["w"], [1])
+    f = truncate_delta(state["w"], 2)
+    assert tree.equal(split_svd(f, rank), split_svd(f, 1))
+    assert truncate_update(good(), rank).pair.rank == 1
+    after = [update_deltas(state, {}, sent_ranks={"w": [(1.0, r)]})["w"] for r in (rank, 1)]
+    assert tree.equal(after[0].dense(), after[1].dense())
 
 
 @pytest.mark.parametrize("form", STATES)

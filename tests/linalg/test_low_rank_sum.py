@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedlowrank.linalg import low_rank_sum as module
 from fedlowrank.linalg.delta import DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
+from fedlowrank.linalg.factored import canonical_signs
 from fedlowrank.linalg.low_rank_sum import ExtendedBasis, add_low_rank, extend_basis
 from fedlowrank.linalg.pair import Pair
 
@@ -252,9 +253,9 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
 
 def test_of_entries_of_one_magnitude_the_first_sets_the_sign() -> None:
     u = torch.tensor([[0.5, -0.5, 0.1, -0.7], [-0.5, 0.5, -0.6, 0.7], [0.0, 0.1, 0.5, 0.0]])
-    assert module._canonical_signs(u).tolist() == [1, -1, -1, -1]
-    assert module._canonical_signs(u[:, 2:3]).tolist() == [-1]
-    assert module._canonical_signs(u[:, :0]).shape == (0,)
+    assert canonical_signs(u).tolist() == [[1, -1, -1, -1]]
+    assert canonical_signs(u[:, 2:3]).tolist() == [[-1]]
+    assert canonical_signs(u[:, :0]).shape == (1, 0)
 
 
 def test_triplets_left_with_gaps_between_them() -> None:

@@ -30,7 +30,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def test_only_real_matrices_are_decomposed(w: Tensor) -> None:
     with pytest.raises(TaskError, match=r"takes matrices \[m, n\] of real floating-point numbers"):
         threshold_singular_values(w, 0.1)
-    with pytest.raises(TaskError, match="takes matrices"):
+    with pytest.raises(TaskError, match="threshold_all takes matrices"):
         threshold_all([randn(4, 3), w], 0.1)
     with pytest.raises(TaskError, match="truncate_update takes matrices"):
         truncate_update(w, 1)

@@ -18,7 +18,8 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.methods.fd import FD
+from fedlowrank.methods.fd import FD, Outputs
+from fedlowrank.methods.fedproto import FedProto, Upload
 from fedlowrank.methods.standalone import Standalone
 from tests.golden import reference
 from tests.support.method_calls import Reply, server_update
@@ -140,6 +141,23 @@ def test_fd_refuses_models_of_other_numbers_of_outputs() -> None:
     federation = Federation.from_arrays(make_arrays(), models, classes=CLASSES)
     with pytest.raises(TaskError, match="more has 6, small has 4"):
         prepare_run(FD(), federation)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [([1, 1], "class 1 twice"), ([1, 7], "class 7 of 4"), ([-1, 1], "class -1 of 4")],
+    ids=["twice", "too large", "negative"],
+)
+def test_fd_and_fedproto_refuse_labels_that_no_honest_client_sends(labels: list[int], words: str) -> None:
+    federation, y = federate_one_model(), torch.tensor(labels)
+    fd, fedproto = prepare_run(FD(), federation), prepare_run(FedProto(), federation)
+    client = federation.infos[2]
+    outputs = Outputs(y, torch.full((2, CLASSES), 1 / CLASSES))
+    with pytest.raises(TaskError, match=f"FD: client 2 sent {words}"):
+        fd.method.contribution(fd.state.server, outputs, client)
+    prototypes = Upload(y, torch.zeros(2, fedproto.state.server.mean.shape[1]), torch.ones(2).long())
+    with pytest.raises(TaskError, match=f"FedProto: client 2 sent {words}"):
+        fedproto.method.contribution(fedproto.state.server, prototypes, client)
 
 
 def test_fd_leaves_out_the_clients_own_outputs() -> None:

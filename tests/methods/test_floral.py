@@ -480,11 +480,6 @@ def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pyt
     assert set(actual) <= (zero_step_settings if method.center else set()), actual
 
 
-def test_there_is_at_least_one_cluster() -> None:
-    with pytest.raises(ConfigError, match=r"at least one cluster.*clusters is 0"):
-        prepare_run(FederatedFloral(clusters=0), federate_one_model())
-
-
 def test_known_routes_need_known_clusters() -> None:
     with pytest.raises(
         TaskError, match=r"FLoRAL: optimal routing needs .* client 0 is unknown.*routing = 'learned'"

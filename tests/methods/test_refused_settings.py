@@ -31,20 +31,21 @@ from fedlowrank.methods.fedrod import FedRoD
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.fedspa import FedSpa
 from fedlowrank.methods.flora import FLoRA
+from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.fml import FML
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.ifca import IFCA
+from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.methods.lpgd import LPGD
 from fedlowrank.methods.moon import MOON
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.pfedme import PFedMe
 from fedlowrank.methods.scaffold import SCAFFOLD
+from fedlowrank.methods.shared.effective_delta import Weighing
 from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.rounds.run_settings import RunSettings
-
-from .setting import federate_one_model, run_rounds
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,11 @@ def test_settings_of_federated_lora_out_of_range_are_refused() -> None:
         (lambda: LoRATraining(rank=0), "training.rank must be a whole number of at least 1; it is 0"),
         (lambda: LoRATraining(head="kept"), "head"),  # type: ignore[arg-type]
         (lambda: FedHL(residual=True), "'exact' or 'capped', not 'auto'"),
+        (lambda: Weighing(eps=0.0), "weighing: eps must be > 0; it is 0.0"),
+        (lambda: Weighing(eps=float("nan")), "weighing: eps must be > 0; it is nan"),
+        (lambda: Weighing(eps=float("inf")), "weighing: eps must be > 0; it is inf"),
+        (lambda: Weighing(temperature=-1.0), "weighing: temperature must be >= 0; it is -1.0"),
+        (lambda: Weighing(temperature=float("nan")), "weighing: temperature must be >= 0; it is nan"),
         (lambda: HetLoRA(prune=0.0), "prune must be > 0 and <= 1"),
         (lambda: HetLoRA(penalty=-1.0), "penalty must be >= 0"),
         (lambda: FLoRA(base_updates="merge"), "Did you mean 'merged'"),  # type: ignore[arg-type]
@@ -209,12 +215,18 @@ def test_a_choice_that_does_not_exist_is_refused(make) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    "method", [Ensemble(clusters=0), FedEM(clusters=0), IFCA(clusters=-1)], ids=lambda m: m.title
-)
-def test_there_is_at_least_one_model(method: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{method.title}.*clusters"):
-        run_rounds(method, federate_one_model(), steps=0)
+@pytest.mark.parametrize("make", [Ensemble, FedEM, IFCA, FederatedFloral])
+@pytest.mark.parametrize("count", [0, -1])
+def test_there_is_at_least_one_cluster(make: Any, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"{make.title}: clusters must be >= 1; it is {count}"):
+        make(clusters=count)
+
+
+@pytest.mark.parametrize("make", [FederatedFloral, LocalAdaptor])
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_factor_on_adaptors_is_positive(make: Any, alpha: float) -> None:
+    with pytest.raises(ConfigError, match=f"{make.title}: alpha must be > 0"):
+        make(alpha=alpha)
 
 
 @pytest.mark.parametrize("make", [Ensemble, IFCA])

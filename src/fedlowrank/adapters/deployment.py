@@ -85,11 +85,10 @@ def deploy(
 ) -> nn.Module:
     """Copy a module for inference, with other parameters, each in its cheapest form.
 
-    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All other parameters are
-    dense: vectors, embeddings, layers of a subclass or with their own ``forward``, and weights that several modules
-    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain
-    layers
-    with the weight W + s·B A.
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All other parameters are dense:
+    vectors, embeddings, layers of a subclass or with their own ``forward``, and weights that several modules share,
+    which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain layers with
+    the weight W + s·B A.
 
     Args:
         module: module to copy, which is not changed; the copy is in evaluation mode and needs no gradient.

@@ -58,9 +58,8 @@ class LanguageBase(CheckedFields):
     Attributes:
         path: folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
         task: kind of the model. causal: a model that continues a text; classification: an encoder or decoder with a
-            classification head;
-            token_classification: an encoder or decoder with a classification head for each token; embedding: a
-            model without a head, whose last hidden states are averaged over the tokens of a text.
+            classification head; token_classification: an encoder or decoder with a classification head for each token;
+            embedding: a model without a head, whose last hidden states are averaged over the tokens of a text.
         dtype: dtype of the weights in memory; auto takes the dtype of the files.
         quantize: quantization of the weights by bitsandbytes: 4bit (NF4), 8bit, or None. Needs ``pip install
             'fedlowrank[quantize]'``. 4-bit layers compute in ``dtype``; for auto in the dtype that the model's
@@ -105,8 +104,6 @@ class LanguageBase(CheckedFields):
             is_quantized=self.quantize is not None,
         )
         check_new_tokens(self.new_tokens)
-        if self.quantize not in (None, "4bit", "8bit"):
-            raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
 
     @property
     def has_head(self) -> bool:

@@ -20,8 +20,7 @@ class ChatSession:
         model: causal model of ``transformers``.
         tokenizer: tokenizer of the model.
         write_prompt: function that writes a question in the format of training; used without a chat template.
-        decoding: settings of text generation. The tokenizer adds no special tokens to prompts of a chat template,
-            as in
+        decoding: settings of text generation. The tokenizer adds no special tokens to prompts of a chat template, as in
             training.
         by_template: whether the chat template writes the prompts, if the tokenizer has one.
 

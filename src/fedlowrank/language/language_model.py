@@ -69,16 +69,14 @@ class LanguageSettings(LanguageBase):
 
     Attributes:
         format: format of instructions: auto (chat for rows of messages, otherwise the format of the data source, or
-            alpaca if it has none), alpaca, plain, verbatim (prompt and response with nothing between them), chat
-            (the
+            alpaca if it has none), alpaca, plain, verbatim (prompt and response with nothing between them), chat (the
             tokenizer's template) or none. The template always writes conversations.
         context: maximum number of tokens of an example.
         loss_on: tokens that the loss counts. response or assistant: the response, or all turns of the assistant; last:
             the last turn of the assistant only; all: the prompt and the response.
         packing: whether several short samples are put into one row; the tokens of a sample attend to that sample
             only.
-        truncate: treatment of samples longer than ``context``. right or left: that side is cut off; turns: the
-            oldest
+        truncate: treatment of samples longer than ``context``. right or left: that side is cut off; turns: the oldest
             turns are dropped, except the system's; refuse: an error is raised. The notes of the data set count the
             truncated samples of each client.
         system: form of the system's turn of a conversation. template: by the chat template; merge: its text is put
@@ -87,10 +85,9 @@ class LanguageSettings(LanguageBase):
         neftune: strength α of the noise that is added to embeddings in training; 0 for no noise.
         autocast: dtype of matrix products, bfloat16 or float16, for weights of any dtype; none uses the dtype of the
             weights.
-        trainer: trainer of a pass. own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes
-            them, or ``DPOTrainer`` for the loss dpo; or ``module:function``: your function, which creates a
-            ``transformers.Trainer`` from a
-            :class:`~fedlowrank.language.trl.training_pass.TrainingPass`.
+        trainer: trainer of a pass. own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them, or
+            ``DPOTrainer`` for the loss dpo; or ``module:function``: your function, which creates a
+            ``transformers.Trainer`` from a :class:`~fedlowrank.language.trl.training_pass.TrainingPass`.
         trainer_args: fields of ``trl.SFTConfig`` or ``trl.DPOConfig`` for such a trainer, such as ``{optim = "adamw_8bit"}``.
         prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
         answer_tokens: maximum number of tokens of such an answer.

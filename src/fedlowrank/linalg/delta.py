@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.arguments.bounds import check_minimum
 from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.tree import tree_dataclass
@@ -76,10 +77,7 @@ class DeltaForm(CheckedFields):
             raise ConfigError(
                 f"DeltaForm.cap is {self.cap!r}, but only kind = 'capped' has a cap; the kind is {self.kind!r}"
             )
-        if type(self.cap) is not int or self.cap < 1:
-            raise ConfigError(
-                f"DeltaForm.cap must be a whole number of at least 1, or None; it is {self.cap!r}"
-            )
+        check_minimum("DeltaForm.cap", self.cap, 1)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -157,10 +155,7 @@ def initial_deltas(
         ConfigError: if ``r_max`` is not an integer of at least 1.
         TaskError: if a weight has no entries.
     """
-    if type(r_max) is not int or r_max < 1:
-        raise ConfigError(
-            f"r_max, the largest rank of a client, must be a whole number of at least 1; it is {r_max!r}"
-        )
+    r_max = check_minimum("r_max, the largest rank of a client,", r_max, 1)
     deltas = {}
     for name, (d, k) in shapes.items():
         if min(d, k) < 1:
@@ -274,8 +269,7 @@ class _LayerStep:
         _check_shapes(name, delta, terms)
         self.subtracted_shares = [0.0] * delta.rank
         for p, rank in sent_ranks:
-            _check_rank(delta, rank)
-            for j in range(min(rank, delta.rank)):
+            for j in range(min(_check_rank(delta, rank), delta.rank)):
                 self.subtracted_shares[j] += p
         shares = [previous_weight - subtracted_share for subtracted_share in self.subtracted_shares]
         sum_of_weights = abs(previous_weight) + sum(abs(p) for p, _ in sent_ranks)
@@ -373,14 +367,14 @@ def _update_matrix(step: _LayerStep, previous_weight: float) -> Delta:
     return replace(delta, u=u, s=s, v=v, matrix=matrix, energy=energy, discarded_energy=0.0)
 
 
-def _check_rank(delta: Delta, rank: int) -> None:
-    if type(rank) is not int or rank < 0:
-        raise ConfigError(f"a rank must be a whole number of at least 0; it is {rank!r}")
+def _check_rank(delta: Delta, rank: int) -> int:
+    rank = check_minimum("rank", rank, 0)
     if rank > delta.rank and not delta.has_all_triplets:
         raise ConfigError(
             f"rank {rank} was asked for, but in the dense state only the leading {delta.max_client_rank} triplets are "
             "known; give initial_deltas the largest rank of a client as r_max, or use the form 'exact'"
         )
+    return rank
 
 
 def truncate_delta(delta: Delta, rank: int) -> Factored:
@@ -393,7 +387,7 @@ def truncate_delta(delta: Delta, rank: int) -> Factored:
     Raises:
         ConfigError: if the rank is negative, or above ``delta.max_client_rank`` in the dense state.
     """
-    _check_rank(delta, rank)
+    rank = _check_rank(delta, rank)
     u, s, v = delta.u[:, :rank], delta.s[:rank].to(delta.u.dtype), delta.v[:, :rank]
     return Factored(u.contiguous(), s.contiguous(), v.contiguous())
 
@@ -404,17 +398,16 @@ def measure_tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     It is the sum of the squares of the truncated singular values (Eckart and Young). In the dense state these are
     not known, and it is ‖W‖_F² minus the squares of the kept ones, but at least 0.
     """
-    for rank in ranks:
-        _check_rank(delta, rank)
+    kept_ranks = [min(_check_rank(delta, rank), delta.rank) for rank in ranks]
     squares = delta.s.to(REAL).square()
     # summed from the smallest value up, so that a tail far below the leading values is not rounded away
     tails = [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
     unknown_energy = 0.0 if delta.has_all_triplets else max(0.0, delta.energy - tails[0])
-    return [unknown_energy + tails[min(rank, delta.rank)] for rank in ranks]
+    return [unknown_energy + tails[rank] for rank in kept_ranks]
 
 
-def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
-    """Split U diag(s) Vᵀ into the initial factors of a client.
+def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt", scale: float = 1.0) -> Pair:
+    """Split U diag(s) Vᵀ into the initial factors of a client: scale·B A is the leading part.
 
     Args:
         f: triplets, descending; only the leading ``rank`` triplets are used.
@@ -422,6 +415,8 @@ def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
             gradient of both is zero: fill these rows of A with random numbers before training.
         split: factor that takes the singular values: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
             (FlexLoRA); A, B = U and A = S Vᵀ.
+        scale: scale of the product, not 0. The factors are divided by it as ``split`` divides the singular values; of a
+            negative scale, B takes the sign.
 
     Raises:
         ConfigError: if ``split`` is unknown or the rank is negative.
@@ -429,13 +424,12 @@ def split_svd(f: Factored, rank: int, split: FactorSplit = "sqrt") -> Pair:
     choices: tuple[FactorSplit, ...] = ("sqrt", "B", "A")
     if split not in choices:
         raise ConfigError(f"split: {split!r} is no choice. {did_you_mean(str(split), choices)}")
-    if type(rank) is not int or rank < 0:
-        raise ConfigError(f"a rank must be a whole number of at least 0; it is {rank!r}")
+    rank = check_minimum("rank", rank, 0)
     r = min(rank, f.rank)
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[split]
     b, a = f.u.new_zeros(f.u.shape[0], rank), f.v.new_zeros(rank, f.v.shape[0])
-    b[:, :r] = f.u[:, :r] * f.s[:r] ** power
-    a[:r] = f.s[:r, None] ** (1 - power) * f.v[:, :r].mT
+    b[:, :r] = f.u[:, :r] * f.s[:r] ** power / math.copysign(abs(scale) ** power, scale)
+    a[:r] = f.s[:r, None] ** (1 - power) * f.v[:, :r].mT / abs(scale) ** (1 - power)
     return Pair(b, a)
 
 
@@ -444,8 +438,3 @@ def measure_product_norm(pair: Pair) -> float:
     b, a = pair.b.detach().to(REAL), pair.a.detach().to(REAL)
     # rounding may make the trace negative where the components cancel
     return math.sqrt(max(0.0, float(((b.mT @ b) * (a @ a.mT)).sum())))
-
-
-def measure_product_norms(pairs: Sequence[Pair]) -> list[float]:
-    """Measure the norm of each product, as :func:`measure_product_norm`."""
-    return [measure_product_norm(pair) for pair in pairs]

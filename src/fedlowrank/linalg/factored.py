@@ -65,10 +65,16 @@ def not_finite_error(shape: Sequence[int]) -> TaskError:
 
 
 def canonical_signs(u: Tensor) -> Tensor:
-    """Compute the sign, 1 or -1, of each column ``[1, r]`` that makes its largest entry by magnitude positive."""
+    """Compute the sign, 1 or -1, of each column ``[1, r]`` that makes its largest entry by magnitude positive.
+
+    Of several entries of that magnitude, the first one becomes positive.
+    """
     if u.numel() == 0:
         return u.new_ones(1, u.shape[1])
-    return torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+    positive_peak, negative_peak = u.amax(0, keepdim=True), -u.amin(0, keepdim=True)
+    if bool((positive_peak == negative_peak).any()):
+        positive_peak, negative_peak = u.gather(0, u.abs().argmax(0, keepdim=True)), u.new_zeros(())
+    return torch.where(positive_peak < negative_peak, -1.0, 1.0).to(u.dtype)
 
 
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .factored import thin_svd
+from .factored import canonical_signs, thin_svd
 
 REAL = torch.float64
 """Dtype of singular values, energies and cores, for any dtype of the factors."""
@@ -273,19 +273,9 @@ def add_low_rank(
             if bases
             else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
         )
-        sign = _canonical_signs(u1)
+        sign = canonical_signs(u1)
         u1.mul_(sign)
         yi = yi * sign
         v1 = bases[1].multiply(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
         decompositions.append((u1, values[i, :new_rank].clone(), v1, values[i, new_rank:rank].clone()))
     return decompositions
-
-
-def _canonical_signs(u: Tensor) -> Tensor:
-    """Compute the sign of each column that makes its largest entry by magnitude (the first one of ties) positive."""
-    if u.shape[1] == 0:
-        return u.new_ones(0)
-    positive_peak, negative_peak = u.amax(0), -u.amin(0)
-    if bool((positive_peak == negative_peak).any()):
-        positive_peak, negative_peak = u.gather(0, u.abs().argmax(0, keepdim=True))[0], u.new_zeros(())
-    return torch.where(positive_peak < negative_peak, -1.0, 1.0).to(u.dtype)

@@ -27,7 +27,7 @@ from ..core.key import Key
 from ..core.tree import widen
 from .factored import canonical_signs, compute_svd
 from .low_rank_sum import REAL, orthogonalize, rounding_floor
-from .svt import Triplets, count_above
+from .svt import Triplets, compute_gram, count_above
 
 OVERSAMPLE = 10
 MAX_WIDTH_SHARE = 1 / 3
@@ -143,15 +143,8 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
 
 
 def _gram(w: Tensor) -> Tensor:
-    """Compute the smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
-    a, is_wide = w.to(REAL), w.shape[0] < w.shape[1]
-    if a.device.type != "cpu":
-        return a @ a.mT if is_wide else a.mT @ a
-    # BLAS reads matrices column by column; a row-major matrix is the transpose of a column-major one
-    # imported here because scipy.linalg takes half a second to import
-    from scipy.linalg.blas import dsyrk
-
-    return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=is_wide).T)
+    """Compute the smaller of WᵀW and WWᵀ, see :func:`.svt.compute_gram`."""
+    return compute_gram(w.to(REAL), of_rows=w.shape[0] < w.shape[1])
 
 
 def _initial_block(width: int, k: int, warm_start: Tensor | None) -> Tensor:

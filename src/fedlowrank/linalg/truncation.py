@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.arguments.bounds import check_minimum
 from .delta import split_svd
 from .factored import Factored, check_real_matrix, not_finite_error, thin_svd
+from .low_rank_sum import REAL
 from .pair import Pair
 from .randomized_svd import leading_triplets
-
-REAL = torch.float64
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
         ConfigError: if the rank is below 1.
         TaskError: if the update holds a NaN or an infinity, is not a matrix, or is complex or has integers.
     """
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"the rank of an adapter must be a whole number of at least 1; it is {rank!r}")
+    rank = check_minimum("rank", rank, 1)
     for w in (update.b, update.a) if isinstance(update, Pair) else (update,):
         check_real_matrix(w, "truncate_update")
         if not bool(w.isfinite().all()):

@@ -76,6 +76,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     title = "Ensemble"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+    bounds = {"clusters": ">= 1"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

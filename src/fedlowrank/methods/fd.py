@@ -43,7 +43,7 @@ from ..core.contract import (
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass
-from .shared.class_statistics import zero_rows_per_class
+from .shared.class_statistics import check_class_labels, zero_rows_per_class
 
 
 @tree_dataclass
@@ -141,6 +141,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
 
     def contribution(self, server: ServerState, upload: Outputs, client: ClientInfo) -> Each[Outputs]:
         """The client's own outputs, kept apart so that the next download to it can leave them out."""
+        check_class_labels(self.title, upload.labels, len(server.total), client)
         return Each(upload)
 
     def server_update(self, server: ServerState, total: dict[int, Outputs], view: ServerView) -> ServerState:

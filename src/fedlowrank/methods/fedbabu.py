@@ -24,12 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from ..core.contract import Batch, ClientModel, ClientView, Method, Pass, ServerView, Task
-from ..core.learning.batch_losses import task_loss
+from ..core.contract import ClientModel, ClientView, Method, Pass, ServerView
 from ..core.learning.optimizer import Optimizer, refuse_keep
 from ..core.tree import Params
+from .shared.personal_head import initial_body, train_part
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,12 @@ class FedBABU(Method[Params, None, Params, Params]):
             "fine_tuning": Pass(self.fine_tuning_epochs, self.batch_size),
         }
 
-    def server_init(self, task: Task) -> Params:
-        """φ^0, the body of the common initial weights."""
-        model = task.common_model(self.title)
-        return model.body_of(model.initial)
+    server_init = initial_body
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on the body below the frozen head."""
-        return None, self._train_part(
-            down, view.model.head_of(view.model.initial), "body", self.optimizer, view
-        )
+        model = view.model
+        return None, train_part(down, model.head_of(model.initial), "body", self.optimizer, view)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bodies, weighted by n_k."""
@@ -90,23 +84,7 @@ class FedBABU(Method[Params, None, Params, Params]):
         ]
         frozen_params = {n: p for n, p in global_params.items() if n not in trained_params}
         optimizer = self.fine_tuning_optimizer or self.optimizer
-        tuned_params = frozen_params | self._train_part(
+        tuned_params = frozen_params | train_part(
             trained_params, frozen_params, "fine_tuning", optimizer, view
         )
         return ClientModel(tuned_params, {"fine_tuned": tuned_params, "global": global_params})
-
-    def _train_part(
-        self,
-        trained_params: Params,
-        frozen_params: Params,
-        pass_name: str,
-        optimizer: Optimizer,
-        view: ClientView,
-    ) -> Params:
-        """Train one part of the model in a pass in which the other part is frozen."""
-        model = view.model
-
-        def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:
-            return task_loss(model.apply(trained_params | frozen_params, batch.x), batch)
-
-        return view.train(loss, trained_params, pass_name, optimizer, constants=(frozen_params,))

@@ -77,7 +77,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
-    bounds = {"unseen_steps": ">= 0"}
+    bounds = {"clusters": ">= 1", "unseen_steps": ">= 0"}
     zero_step_settings: ClassVar[dict[str, int]] = {
         "unseen_steps": 1
     }  # the EM step of a round moves the shares at any learning rate

@@ -41,11 +41,10 @@ from ..core.contract import (
     Task,
     Update,
 )
-from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen
 from .shared.averaging import Weighting
-from .shared.class_statistics import zero_rows_per_class
+from .shared.class_statistics import check_class_labels, zero_rows_per_class
 
 
 @tree_dataclass
@@ -131,11 +130,8 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
 
     def contribution(self, server: Prototypes, upload: Upload, client: ClientInfo) -> Contribution:
         """The sum of the prototypes of each class, and their weights."""
-        # over a network a client could claim any count, or one class twice; a count is at most its number of
-        # examples
-        labels = upload.labels.sort()[0]
-        if bool((labels[1:] == labels[:-1]).any()):
-            raise TaskError(f"{self.title}: client {client.id} sent a class twice")
+        check_class_labels(self.title, upload.labels, len(server.mean), client)
+        # over a network a client could claim any count; it is at most its number of examples
         count = upload.count.clamp(max=client.example_count)
         weights = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
         prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, weights[:, None] * upload.mean)

@@ -21,12 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..core.contract import Batch, ClientView, Method, Pass, ServerView
-from ..core.learning.batch_losses import task_loss
+from ..core.contract import ClientView, Method, Pass, ServerView
 from ..core.tree import Params
-from .shared.personal_head import body_with_head, initial_body, initial_head
+from .shared.personal_head import body_with_head, initial_body, initial_head, train_part
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,8 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """SGD on the head with the representation frozen, then on the representation with the head frozen."""
-        model = view.model
-
-        def loss(trained_params: Params, batch: Batch, frozen_params: Params) -> Tensor:
-            return task_loss(model.apply(trained_params | frozen_params, batch.x), batch)
-
-        head = view.train(loss, state, "head", self.optimizer, constants=(down,))
-        return head, view.train(loss, down, "base", self.optimizer, constants=(head,))
+        head = train_part(state, down, "head", self.optimizer, view)
+        return head, train_part(down, head, "base", self.optimizer, view)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""

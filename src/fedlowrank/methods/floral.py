@@ -139,7 +139,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
 
     title = "FLoRAL"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
-    bounds = {"initial_scale": "> 0", "eps": "> 0"}
+    bounds = {"clusters": ">= 1", "alpha": "> 0", "initial_scale": "> 0", "eps": "> 0"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

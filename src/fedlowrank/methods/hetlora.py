@@ -45,7 +45,7 @@ from ..core.contract import (
 )
 from ..core.learning.optimizer import refuse_keep
 from ..core.tree import Params, cast_like, tree_dataclass, widen
-from ..linalg.delta import measure_product_norms
+from ..linalg.delta import measure_product_norm
 from ..linalg.pair import Factors, zero_pad_pair
 from .shared.factor_training import train_leaves
 from .shared.lora_clients import build_client_model, describe_ranks, initial_rest, read_leaves
@@ -167,7 +167,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         weight = (
             n
             if self.weighting == "examples"
-            else math.hypot(*measure_product_norms(list(unit_factors.values())))
+            else math.hypot(*map(measure_product_norm, unit_factors.values()))
         )
         component_weights = torch.full((max_rank,), weight, dtype=torch.float64) * (
             torch.arange(max_rank) < rank

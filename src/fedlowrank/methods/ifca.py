@@ -81,6 +81,7 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     title = "IFCA"
     citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"
+    bounds = {"clusters": ">= 1"}
     keep_refusal = "a client may train the model of another cluster in the next round"
 
     def remarks(self, task: Task) -> list[str]:

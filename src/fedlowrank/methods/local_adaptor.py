@@ -52,7 +52,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
-    bounds = {"eps": "> 0"}
+    bounds = {"alpha": "> 0", "eps": "> 0"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

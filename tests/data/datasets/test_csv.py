@@ -48,6 +48,21 @@ def test_columns_become_features_classes_and_clients(path):
     assert fixed.classes == ("well", "dead", "ill")
 
 
+def test_dropping_every_row_is_refused(tmp_path):
+    full, empty = tmp_path / "full.csv", tmp_path / "empty.csv"
+    full.write_text("a,b,y\n1,2,0\n3,4,1\n5,,0\n")
+    empty.write_text("a,b,y\n1,,0\n,2,1\n")
+    message = r"empty\.csv': every row has an empty cell in 'a', 'b', so .* 'mean', or leave columns out"
+    for csv in (Csv(str(empty), "y", missing="drop"), Csv(str(full), "y", missing="drop", test=str(empty))):
+        with pytest.raises(DataError, match=message):
+            csv.load()
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=message):
+        Csv(str(empty), "y", missing="drop").load_with_rows(str(tmp_path / "rows.csv"))
+    kept = Csv(str(empty), "y", features=("a",), missing="drop").load()
+    assert kept.train.x.tolist() == [[1.0]]
+
+
 def test_decimal_commas_are_numbers_or_an_error(tmp_path):
     file = tmp_path / "t.csv"
     rows = [f'"{n // 10},{n % 10}",a,{n % 2}' for n in range(40)]

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,47 @@ def test_shakespeare_from_leafs_files(tmp_path):
     assert len(Shakespeare(str(rows), step=2).load().train) == 3
     with pytest.raises(DataError, match=r"Lower data\.length"):
         Shakespeare(str(rows), length=85).load()
+
+
+def test_shakespeare_from_a_json_list_of_speeches(tmp_path):
+    speeches = [{"play": "H", "speaker": name, "text": LINE} for name in ("HAMLET", "GHOST", "HAMLET")]
+    rows, same = tmp_path / "rows.json", tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(speeches, indent=1))
+    same.write_text("\n".join(map(json.dumps, speeches)))
+    data, expected = (Shakespeare(str(file)).load() for file in (rows, same))
+    assert torch.equal(data.train.x, expected.train.x)
+    # two speeches, and the line break between them, of HAMLET
+    assert data.natural.bincount().tolist() == [2 * len(LINE) + 1 - 80, len(LINE) - 80]
+    rows.write_text('{"speeches": []}')
+    with pytest.raises(DataError, match=r"not of LEAF's form"):
+        Shakespeare(str(rows)).load()
+
+
+def test_a_speech_without_its_speaker_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    for speaker in ({}, {"speaker": None}, {"speaker": ""}):
+        speeches = [{"play": "H", "speaker": "HAMLET", "text": LINE}, {"play": "H", "text": LINE} | speaker]
+        rows.write_text("\n".join(map(json.dumps, speeches)))
+        with pytest.raises(DataError, match=r"line 2 names no speaker in 'play', 'speaker'"):
+            Shakespeare(str(rows)).load()
+
+
+def test_settings_without_effect_on_the_kind_of_file_are_refused(tmp_path):
+    folder, database = tmp_path / "leaf", tmp_path / "plays.sqlite"
+    write(folder / "a.json", {"HAMLET": {"x": [LINE[:80]], "y": [LINE[80]]}})
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute(
+            "CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)"
+        )
+    changes = {"length": 40, "step": 2, "speaker": ("role",), "text": "speech"}
+    ignored = [(folder, name) for name in changes] + [(folder / "a.json", "step"), (database, "speaker")]
+    for path, name in ignored:
+        with pytest.raises(ConfigError, match=rf"data\.{name} has no effect on"):
+            Shakespeare(str(path), **{name: changes[name]}).load()
+    assert len(Shakespeare(str(folder), length=80, step=1).load().train) == 1
+    # the database is read with these
+    with pytest.raises(DataError, match="holds no examples"):
+        Shakespeare(str(database), length=40, step=2, roles=1).load()
 
 
 def serialized(text):

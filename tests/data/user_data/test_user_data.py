@@ -21,7 +21,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from fedlowrank import Federation, simulate
+from fedlowrank import Federation, Loss, simulate
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.data.dataset import Examples
 
@@ -186,10 +186,15 @@ def test_names_of_clients_are_kept() -> None:
     for clients, says in (
         ({"north": (X, Y), "south": (X[:5], Y)}, r"client 1 \(south\): there are 12 labels.*5 examples"),
         ({"north": (X, Y), "south": (X * np.nan, Y)}, r"client 1 \(south\): there is a NaN"),
-        ({"north": (X[:0], Y[:0])}, r"client 0 \(north\) has no examples; leave it out"),
+        ({"north": (X[:0], Y[:0])}, r"client 0 \(north\) has no training examples; leave it out"),
         ({"north": (X, Y), "south": (X[:, :3], Y)}, r"client 1 \(south\): model model does not take"),
         ({"north": (X, Y), "south": (X, Y - 1)}, r"client 1 \(south\): label -1 is negative.*y > 0"),
         ({"north": (X, Y), "south": (X, Y)}, r"client 0 \(north\): there is a label 2 but only 2 classes"),
+        ({"north": {"train": (X[:0], Y[:0])}}, r"client 0 \(north\) has no training examples; leave it out"),
+        (
+            {"north": (X, Y), "south": {"train": (X[:0], Y[:0]), "test": (X, Y)}},
+            r"client 1 \(south\) has no training examples; leave it out",
+        ),
         ({"train": (X, Y), "test": (X, Y)}, "are the parts of one client"),
         ({1: (X, Y), "1": (X, Y)}, "two clients have the name '1'"),
         ({"north": {"train": (X, Y), "tests": (X, Y)}}, r"client 0 \(north\): splits are .*not \['test"),
@@ -201,6 +206,13 @@ def test_names_of_clients_are_kept() -> None:
     for clients in (None, 5, "abc", 1.5):
         with pytest.raises(DataError, match="the clients are a list with the data of each, or a dict"):
             make(clients)
+
+
+def test_the_client_of_a_label_that_is_too_large_is_named_where_another_leaves_labels_out() -> None:
+    x, loss = X[:4], Loss("cross_entropy", ignore_index=9)
+    clients = {"north": (x, np.array([0, 1, 0, 9])), "south": (x, np.array([0, 3, 0, 1]))}
+    with pytest.raises(DataError, match=r"client 1 \(south\): there is a label 3 but only 2 classes"):
+        make(clients, classes=2, loss=loss)
 
 
 # -- labels --------------------------------------------------------------------------------------------------

@@ -74,6 +74,22 @@ def test_special_tokens_stand_before_the_prompt_only():
     assert tokenize_texts(tokenizer, [""], [" fox"])[0] == TokenRow([begin, *text], 1)
 
 
+def test_a_begin_token_that_is_the_end_token_stays_and_so_does_the_prompt_s_own_end_token():
+    from tokenizers import processors
+
+    tokenizer = byte_tokenizer(bos_token="<end>", eos_token="<end>")
+    end = tokenizer.eos_token_id
+    prompt, text = tokenizer("the")["input_ids"], tokenizer(" fox")["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<end> $A", special_tokens=[("<end>", end)]
+    )
+    assert tokenizer("the")["input_ids"] == [end, *prompt]
+    assert tokenize_texts(tokenizer, [""], [" fox"]) == [TokenRow([end, *text], 1)]
+    expected = [end, *prompt, end]
+    assert tokenizer("the<end>")["input_ids"] == expected
+    assert tokenize_texts(tokenizer, ["the<end>"], [" fox"]) == [TokenRow([*expected, *text], len(expected))]
+
+
 def test_dropout_is_off_and_the_mode_is_as_before():
     model = llama(len(TOKENIZER), attention_dropout=0.5)
     model.train()

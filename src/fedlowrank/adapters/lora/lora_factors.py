@@ -94,11 +94,10 @@ class LoRA:
     def draw_factors(self, rank: int, key: Key) -> Factors:
         """Draw random initial factors whose product is zero, as PEFT does.
 
-        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
-        For an embedding, A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal A
-        then has the standard deviation 1/rank of the largest rank, the one given here. Factors have the type and
-        the device of
-        their layer.
+        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero. For an
+        embedding, A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal A then has the
+        standard deviation 1/rank of the largest rank, the one given here. Factors have the type and the device of their
+        layer.
 
         Args:
             rank: rank r, at most :attr:`largest_rank`; a layer with a smaller largest rank gets fewer components.

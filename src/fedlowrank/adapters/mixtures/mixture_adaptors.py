@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...core.errors import ConfigError
 from ...core.key import Key
 from ...core.tree import Params
 from .adapted_parameters import AdaptedParameter
@@ -52,19 +51,14 @@ def initial_adaptors(
 
     Args:
         adapted_parameters: adapted parameters by name, see :func:`.adapted_parameters.find_adapted_parameters`.
-        cluster_count: number C of adaptors of each parameter.
+        cluster_count: number C of adaptors of each parameter, at least 1.
         key: source of randomness.
         construction: construction of the adaptors of convolutions.
         reference: tensor whose dtype and device the adaptors get, or one for every parameter, by name.
         random: factor that is random, while the other one is zero; for embeddings always V, because a zero row of U
             stays zero, and with it the row of a padding token.
         scale: factor on the random factors.
-
-    Raises:
-        ConfigError: if C < 1.
     """
-    if cluster_count < 1:
-        raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {cluster_count}")
     adaptors: Adaptors = {}
     for name, parameter in adapted_parameters.items():
         t = reference[name] if isinstance(reference, dict) else reference

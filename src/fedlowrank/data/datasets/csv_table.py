@@ -100,7 +100,7 @@ class Csv(CheckedFields):
         notes: tuple[str, ...] = ()
         if self.missing == "drop":
             sizes = [len(table) for table in tables]
-            tables = [table.dropna(subset=list(features)).reset_index(drop=True) for table in tables]
+            tables = [_drop_rows(table, features) for table in tables]
             if dropped := sum(sizes) - sum(map(len, tables)):
                 notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
         notes += _describe_columns(tables[0], features)
@@ -156,7 +156,7 @@ class Csv(CheckedFields):
         checker = replace(self, missing="mean" if self.missing == "mean" else "refuse")
         checker._check_cells(rows, features, ())
         if self.missing == "drop":
-            train = train.dropna(subset=list(features)).reset_index(drop=True)
+            train = _drop_rows(train, features)
         # messages about the test part name its file
         encode = replace(self, test=path)._encode
         encoded_columns = [encode(name, [train[name], rows[name]]) for name in features]
@@ -383,6 +383,17 @@ def _find_wide_columns(tables: Sequence[DataFrame], columns: Sequence[str]) -> t
         if are_rounded(parts[0][:, None])[0]:
             wide_columns.append(WideColumn(name, index, tuple(parts)))
     return tuple(wide_columns)
+
+
+def _drop_rows(table: DataFrame, features: Sequence[str]) -> DataFrame:
+    """Remove the rows with an empty cell in a feature; refuse a table without other rows."""
+    rows = table.dropna(subset=list(features)).reset_index(drop=True)
+    if not len(rows):
+        raise DataError(
+            f"{table.attrs['path']!r}: every row has an empty cell in {list_first(list(map(repr, features)), _MAX_NAMES)}, so "
+            "data.missing = 'drop' leaves none. Set data.missing to 'mean', or leave columns out by data.features."
+        )
+    return rows
 
 
 def _refuse_lists(column: Series, source: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,10 @@ import torch
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
-from ...core.errors import DataError
+from ...core.errors import ConfigError, DataError
 from ..dataset import Dataset, Examples
 from ..download.data_files import expand_path, explain_missing
-from ..text.table import read_file
+from ..text.table import name_speaker, read_file
 from .leaf import read_leaf
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -42,7 +42,7 @@ class Shakespeare(CheckedFields):
             also with ``.gz``, with a row for each speech or role.
         length: number of characters of an input, at least 1; always 80 for LEAF's files.
         step: number of characters between the starts of two consecutive examples. LEAF uses 1, which makes as many
-            examples as there are characters.
+            examples as there are characters; always 1 for LEAF's files.
         roles: number of roles to read, the first ones with enough text, or None for all.
         speaker: columns that together name a role, for files with rows.
         text: column of the text, for files with rows.
@@ -66,11 +66,14 @@ class Shakespeare(CheckedFields):
 
         Raises:
             DataError: if the file cannot be read, or no role has more than ``length`` characters.
+            ConfigError: if a setting was changed that has no effect on this kind of file.
         """
         file = Path(expand_path(self.path))
         if file.suffix in (".sqlite", ".db"):
+            self._refuse_settings("speaker", "text", kind="a database")
             parts = [self._cut(_read_sqlite(file, split)) for split in ("train", "test")]
-        elif file.is_dir() or file.suffix == ".json":
+        elif file.is_dir() or _is_leaf(file):
+            self._refuse_settings("length", "step", "speaker", "text", kind="LEAF's files")
             parts = [_encode_leaf_pairs(users, self.path) for users in read_leaf(self.path)]
         else:
             parts = [self._cut(self._read_rows())]
@@ -82,6 +85,15 @@ class Shakespeare(CheckedFields):
         joined_parts = [_join_roles(part, names, self.path) for part in parts]
         test, test_clients = joined_parts[1] if len(joined_parts) > 1 else (None, None)
         return Dataset("shakespeare", joined_parts[0][0], test, CLASSES, joined_parts[0][1], test_clients)
+
+    def _refuse_settings(self, *names: str, kind: str) -> None:
+        """Refuse settings without effect on this kind of file, unless they have their defaults."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"{self.path!r}: data.{name} has no effect on {kind}. Leave it out, or set it to {defaults[name]!r}."
+                )
 
     def _cut(self, roles: Roles) -> dict[str, np.ndarray]:
         """Cut the text of each role with enough text into windows [n, length + 1]."""
@@ -97,8 +109,7 @@ class Shakespeare(CheckedFields):
         table.require(*self.speaker, self.text)
         roles: Roles = {}
         for i in range(len(table.rows)):
-            name = ", ".join(table.name(i, column) or "" for column in self.speaker)
-            roles.setdefault(name, []).append(table.text(i, self.text))
+            roles.setdefault(name_speaker(table, i, self.speaker), []).append(table.text(i, self.text))
         return roles
 
 
@@ -106,6 +117,17 @@ def encode_characters(text: str) -> np.ndarray:
     """Encode a text as indices of its characters, uint8 [n]."""
     numbers = {character: k for k, character in enumerate(ALPHABET)}
     return np.fromiter((numbers.get(c, len(ALPHABET)) for c in text), dtype=np.uint8, count=len(text))
+
+
+def _is_leaf(file: Path) -> bool:
+    """Whether a file holds a JSON object, as LEAF's files do, instead of a list of rows."""
+    if file.suffix != ".json" or not file.is_file():
+        return False
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace") as stream:
+            return stream.read(1024).lstrip().startswith("{")
+    except OSError as error:
+        raise DataError(f"cannot read {str(file)!r}: {error}.") from error
 
 
 def _join_roles(part: dict[str, np.ndarray], names: list[str], path: str) -> tuple[Examples, torch.Tensor]:

@@ -25,7 +25,7 @@ from ...core.key import Key
 from ..dataset import Dataset, Examples
 from ..partitioning.checks import check_positive
 
-PixelTarget: TypeAlias = Callable[[Tensor, int], Tensor]
+TargetFunction: TypeAlias = Callable[[Tensor, int], Tensor]
 """Function from inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
 
 
@@ -183,7 +183,7 @@ def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
     return weights
 
 
-def _draw_dataset(source: Synthetic, name: str, size: int, target: PixelTarget, key: Key) -> Dataset:
+def _draw_dataset(source: Synthetic, name: str, size: int, target: TargetFunction, key: Key) -> Dataset:
     parts = []
     for part, n in (
         ("train", max(1, round_half_up(multiply_share(source.share, size)))),

@@ -69,12 +69,12 @@ class _PickledType:
 class _Reader(pickle.Unpickler):
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data), encoding="bytes")
-        self._where = source
+        self._source = source
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise DataError(
-                f"{self._where} is a pickle that asks for {module}.{name}, which is no plain data; it was "
+                f"{self._source} is a pickle that asks for {module}.{name}, which is no plain data; it was "
                 "rejected, and nothing of it was run. Get the file from its authors."
             )
         return _ALLOWED[module, name]

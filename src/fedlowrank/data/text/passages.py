@@ -12,7 +12,7 @@ from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.shares import multiply_share
 from ...core.errors import DataError
 from ..download.data_files import expand_path
-from .table import read_file, read_text
+from .table import name_speaker, read_file, read_text
 from .text_records import Instruction, Texts, check_column_setting, check_share
 
 Unit = Literal["characters", "lines"]
@@ -93,12 +93,7 @@ class Speakers(Lines):
         speakers: dict[str, list[Instruction]] = {}
         blank_count = 0
         for i in range(len(table.rows)):
-            names = [table.name(i, column) for column in self.speaker]
-            if None in names:
-                raise DataError(
-                    f"{table.locate(i)} names no speaker in {', '.join(map(repr, self.speaker))}."
-                )
-            speaker = ", ".join(name for name in names if name is not None)
+            speaker = name_speaker(table, i, self.speaker)
             records, row_blank_count = self._cut(table.text(i, self.text), speaker)
             speakers.setdefault(speaker, []).extend(records)
             blank_count += row_blank_count

@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ...core.errors import DataError, did_you_mean
+from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.io.text import explain_encoding
 from ..datasets.hub import open_dataset
 from ..download.data_files import expand_path, explain_missing
@@ -28,6 +29,8 @@ _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_ENDINGS = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINE_ENDINGS, ".json", ".json.gz", ".parquet")
+DATA_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of the files that `read_data_file` reads; all but the last one also with ``.gz``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +158,26 @@ def find_file(folder: Path, stem: str) -> Path:
     raise DataError(f"{str(folder)!r} holds no {stem} file; looked for {names}.")
 
 
+def remove_endings(path: str) -> str:
+    """Name of a file without its endings; of a folder or a data set on the hub its name."""
+    name = os.path.basename(os.path.normpath(expand_path(path)))  # noqa: PTH119 - a hub name is no path
+    for ending in (".gz", *DATA_ENDINGS):
+        name = name.removesuffix(ending)
+    return name
+
+
+def choose_title(path: str) -> str:
+    """A name for reports: of the file, or of its folder if the file is only the training part."""
+    stem, folder = remove_endings(path), Path(expand_path(path)).parent.name
+    return folder if (stem.startswith("train") or "*" in stem) and folder else stem or path
+
+
+def refuse_split_of_file(path: str, split: str | None) -> None:
+    """Refuse the name of a split of a single file, unless it is None."""
+    if split is not None:
+        raise ConfigError(f"{path!r} is a file, which has no split {split!r}. Name a test file as test.")
+
+
 def read_file(path: str | Path) -> Table:
     """Read ``.jsonl`` (an object per line), ``.json`` (a list of objects), also with ``.gz``, or parquet.
 
@@ -174,6 +197,14 @@ def read_file(path: str | Path) -> Table:
         return _read_lines(file)
     rows = _read_parquet(file) if file.suffix == ".parquet" else _read_list(file)
     return Table(str(file), rows)
+
+
+def name_speaker(table: Table, i: int, columns: Sequence[str]) -> str:
+    """Join the names of the speaker of row ``i``, such as play and role; refuse a row that lacks one of them."""
+    names = [name for column in columns if (name := table.name(i, column)) is not None]
+    if len(names) < len(columns):
+        raise DataError(f"{table.locate(i)} names no speaker in {', '.join(map(repr, columns))}.")
+    return ", ".join(names)
 
 
 def read_text(path: str) -> str:

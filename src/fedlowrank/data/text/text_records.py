@@ -203,6 +203,14 @@ def check_share(share: float) -> None:
         raise ConfigError(f"test_share must be a share from 0 to below 1, not {share!r}.")
 
 
+def check_one_test(test: str | None, test_split: str | None, test_share: float = 0.0) -> None:
+    """Reject more than one setting that chooses the test part."""
+    settings = {"test": test, "test_split": test_split, "test_share": test_share or None}
+    names = [name for name, value in settings.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
+
+
 def check_column_setting(setting: str, columns: object) -> None:
     """Reject an empty list of columns, and a string, whose letters would be taken for columns."""
     if isinstance(columns, str) or not columns:

@@ -13,12 +13,13 @@ from ...core.key import Key
 from ..download.data_files import expand_path
 from .passages import Lines, Speakers
 from .rows.text_rows import TextRows
-from .table import Table, find_file, read_file, read_split
+from .table import Table, choose_title, find_file, read_file, read_split, refuse_split_of_file
 from .text_records import (
     Instruction,
     Labeled,
     Texts,
     check_column_setting,
+    check_one_test,
     check_share,
     hold_out,
     is_label,
@@ -184,38 +185,15 @@ class _FileOrHub(CheckedFields):
     test_split: str | None = None
     cache: str | None = None
 
-    def _check_one_test(self, test_share: float = 0.0) -> None:
-        """Reject more than one setting that chooses the test part."""
-        settings = {"test": self.test, "test_split": self.test_split, "test_share": test_share or None}
-        names = [name for name, value in settings.items() if value is not None]
-        if len(names) > 1:
-            raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
-
     def _read_tables(self) -> list[Table]:
         """The training part, and the test part if there is one."""
         if Path(expand_path(self.path)).is_file():
-            if self.test_split is not None:
-                raise ConfigError(
-                    f"{self.path!r} is a file, which has no split {self.test_split!r}. Name a test file as "
-                    "test."
-                )
+            refuse_split_of_file(self.path, self.test_split)
             tables = [read_file(self.path)]
         else:
             splits = [self.train_split] if self.test_split is None else [self.train_split, self.test_split]
             tables = [read_split(self.path, self.name, split, self.cache) for split in splits]
         return tables if self.test is None else [*tables, read_file(self.test)]
-
-    def _choose_title(self) -> str:
-        """A name for reports: of the file, or of its folder if the file is only the training part."""
-        expanded_path = Path(expand_path(self.path))
-        stem = expanded_path.name
-        for ending in (".gz", ".jsonl", ".json", ".parquet"):
-            stem = stem.removesuffix(ending)
-        return (
-            expanded_path.parent.name
-            if stem.startswith("train") and expanded_path.parent.name
-            else stem or self.path
-        )
 
 
 @dataclass(frozen=True)
@@ -242,7 +220,7 @@ class Instructions(_FileOrHub):
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
-        self._check_one_test(self.test_share)
+        check_one_test(self.test, self.test_split, self.test_share)
 
     def load(self) -> Texts:
         """The records; see `TextSource.load`."""
@@ -250,7 +228,7 @@ class Instructions(_FileOrHub):
         columns = (self.prompt, self.response, self.input, self.category, self.client)
         records, *test = [_read_instructions(table, notes, *columns) for table in self._read_tables()]
         train, test_records = hold_out(records, self.test_share, Key(("instructions", self.seed)))
-        return Texts(self._choose_title(), train, test[0] if test else test_records, notes=tuple(notes))
+        return Texts(choose_title(self.path), train, test[0] if test else test_records, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -274,7 +252,7 @@ class TextClasses(_FileOrHub):
 
     def __post_init__(self) -> None:
         check_column_setting("text", self.text)
-        self._check_one_test()
+        check_one_test(self.test, self.test_split)
 
     def load(self) -> Texts:
         """The labeled texts; see `TextSource.load`."""
@@ -283,7 +261,7 @@ class TextClasses(_FileOrHub):
         train, *test = [self._read_records(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
         return Texts(
-            self._choose_title(),
+            choose_title(self.path),
             train,
             test[0] if test else None,
             classes,

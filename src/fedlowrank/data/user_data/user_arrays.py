@@ -71,9 +71,14 @@ def make_client(
         types: converter of the inputs.
         copies: copies of the arrays of all clients, so that each is copied once.
         loss: loss of the task, which determines the kind of the targets.
+
+    Raises:
+        DataError: if an array does not fit the others, or the client has no training examples.
     """
     title = user_client.title
     parts = {part: make_examples(pair, title, types, part, loss) for part, pair in user_client.parts.items()}
+    if not len(parts["train" if "train" in parts else ""]):
+        raise DataError(f"{title} has no training examples; leave it out")
     if "train" in parts:
         parts = {
             part: _copy_shared(examples, user_client.parts[part], copies) for part, examples in parts.items()
@@ -83,8 +88,6 @@ def make_client(
         return ClientData(parts["train"], parts["val"], parts["test"])
     examples = parts[""]
     n = len(examples)
-    if not n:
-        raise DataError(f"{title} has no examples; leave it out")
     n_val, n_test = round(multiply_share(val, n)), round(multiply_share(test, n))
     if n - n_val - n_test < 1:
         raise DataError(f"{title} has {n} examples, too few for shares of {val} and {test}")
@@ -290,9 +293,13 @@ def name_classes(
         classes = class_count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     if class_count > len(names):
-        client_id = next(i for i, c in enumerate(clients) if int(concatenate_labels([c]).max()) >= len(names))
+        title = next(
+            title
+            for title, c in zip(titles, clients, strict=True)
+            if bool((concatenate_labels([c]) == class_count - 1).any())
+        )
         raise DataError(
-            f"{titles[client_id]}: there is a label {class_count - 1} but only {len(names)} classes; labels count from 0. "
+            f"{title}: there is a label {class_count - 1} but only {len(names)} classes; labels count from 0. "
             "Leave classes= out to number labels in their order"
         )
     return names

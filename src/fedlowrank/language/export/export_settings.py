@@ -16,10 +16,9 @@ class ExportSettings(CheckedFields):
     """How ``fedlowrank adapters`` and ``run.adapters`` write the models of a run.
 
     Attributes:
-        form: form of the written models. adapters: every model is written as a LoRA adapter of the base, which
-            PEFT, vLLM and llama.cpp load, and is
-            truncated to ``rank`` if its update has a larger rank; exact: nothing is truncated, and a layer whose update
-            is a full matrix is stored whole.
+        form: form of the written models. adapters: every model is written as a LoRA adapter of the base, which PEFT,
+            vLLM and llama.cpp load, and is truncated to ``rank`` if its update has a larger rank; exact: nothing is
+            truncated, and a layer whose update is a full matrix is stored whole.
         rank: maximum rank of an adapter; None for the largest rank of a client. ``fedlowrank serve`` and ``join``
             truncate only if it is set.
         merged: whether the server's model is also written as a whole model, in the dtype of the base: the base plus

@@ -22,8 +22,7 @@ def find_server_model(run: Run) -> Params | None:
         run: run in its current state.
 
     Returns:
-        Parameters of the server's model, or None if the models of clients differ (FedSA-LoRA), or if there is a
-        single
+        Parameters of the server's model, or None if the models of clients differ (FedSA-LoRA), or if there is a single
         client, whose model may differ from the server's.
     """
     first_client, *other_clients = run.federation.infos

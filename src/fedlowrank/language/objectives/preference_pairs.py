@@ -64,9 +64,8 @@ def score_pairs(model: Callable[[Any], Tensor], x: Any) -> Tensor:
 
     Args:
         model: function that returns logits ``[b, T, V]`` of the next token for inputs ``[b, T]``.
-        x: inputs ``input_ids``, ``attention_mask`` and ``response_mask`` ``[b, 2, T]``, and optionally
-            ``reference`` ``[b, 2]``.
-            Without ``response_mask`` the model's logits are returned.
+        x: inputs ``input_ids``, ``attention_mask`` and ``response_mask`` ``[b, 2, T]``, and optionally ``reference``
+            ``[b, 2]``. Without ``response_mask`` the model's logits are returned.
     """
     if not isinstance(x, dict) or RESPONSE_MASK not in x:
         return model(x)

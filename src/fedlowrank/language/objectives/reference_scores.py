@@ -19,10 +19,9 @@ def add_reference(
 ) -> list[ClientData]:
     """Add the input ``reference`` ``[n, 2]`` to examples of pairs: log π_ref(y|x) of both responses.
 
-    π_ref is the model from which training starts: the base, with the adapter of ``lora.start`` if there is one
-    (initial
-    factors do not change the outputs). So memory for a second model is not needed. Log-probabilities are summed over the
-    tokens of the response that count.
+    π_ref is the model from which training starts: the base, with the adapter of ``lora.start`` if there is one (initial
+    factors do not change the outputs). So memory for a second model is not needed. Log-probabilities are summed over
+    the tokens of the response that count.
 
     Args:
         clients: data with examples of :func:`.preference_pairs.make_pairs`.

@@ -40,8 +40,7 @@ class HarnessTask(CheckedFields):
         train_path: with ``path`` only: file with the records from which few-shot examples are drawn.
         shots: number of few-shot examples before each record; None for the task's own number.
         prompting: form of the prompt. plain: the prompt is the text of the task; format: the text of the task is an
-            instruction in the format
-            of training.
+            instruction in the format of training.
         execute: whether programs that the model wrote may be run; must be True for a task that runs them, such as
             humaneval. They run as the user of this process, without a sandbox: start such a task in a container.
         metric: metric that is the value of the score, such as ``exact_match,flexible-extract``; None takes the

@@ -12,10 +12,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.errors import ConfigError, DataError
+from ...core.learning.losses import IGNORE_INDEX
 from .text_generation import encode_prompt, use_evaluation_mode
-
-IGNORED = -100
-"""Label of a token whose likelihood does not count."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,8 @@ def tokenize_texts(
 ) -> list[TokenRow]:
     """Tokenize texts that follow prompts.
 
-    Prompt and text are tokenized separately and joined, so that no token spans both.
+    Prompt and text are tokenized separately and joined, so that no token spans both. See `encode_prompt` for the
+    prompt.
 
     Args:
         tokenizer: tokenizer of transformers.
@@ -68,9 +67,6 @@ def tokenize_texts(
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
         prompt_tokens = encode_prompt(tokenizer, prompt, special_tokens)
-        # some tokenizers append an end token to every text, but here the text follows
-        if special_tokens and prompt_tokens and prompt_tokens[-1] == eos:
-            prompt_tokens.pop()
         text_tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + ([eos] if end else [])
         rows.append(TokenRow((prompt_tokens + text_tokens)[:context], len(prompt_tokens)))
     return rows
@@ -92,16 +88,16 @@ def measure_likelihood(model: Any, rows: Sequence[TokenRow], batch_size: int = 8
             examples = [
                 (torch.tensor(r.tokens, dtype=torch.int64), r.start) for r in rows[begin : begin + batch_size]
             ]
-            labels = [torch.where(torch.arange(len(x)) < start, IGNORED, x) for x, start in examples]
+            labels = [torch.where(torch.arange(len(x)) < start, IGNORE_INDEX, x) for x, start in examples]
             x = pad_sequence([x for x, _ in examples], batch_first=True)
             mask = pad_sequence([torch.ones_like(x) for x, _ in examples], batch_first=True)
-            y = pad_sequence(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
-            count = int((y != IGNORED).sum())
+            y = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)[:, 1:]
+            count = int((y != IGNORE_INDEX).sum())
             if count == 0:
                 continue
             logits = model(input_ids=x.to(device), attention_mask=mask.to(device)).logits[:, :-1].float()
             losses = functional.cross_entropy(
-                logits.flatten(0, 1), y.flatten().to(device), ignore_index=IGNORED, reduction="none"
+                logits.flatten(0, 1), y.flatten().to(device), ignore_index=IGNORE_INDEX, reduction="none"
             )
             total_nll += float(losses.double().sum())
             total_count += count

@@ -32,9 +32,8 @@ class Decoding(CheckedFields):
         temperature: divisor of the logits for sampling, above 0.
         top_p: probability in (0, 1] for sampling, which keeps only the likeliest tokens that together reach it.
         batch_size: number of prompts in a batch.
-        stop: strings that end the text, which stops before the first of them. A string that is a special token of
-            the tokenizer ends
-            the text as the end token does.
+        stop: strings that end the text, which stops before the first of them. A string that is a special token of the
+            tokenizer ends the text as the end token does.
         prompt_tokens: maximum number of prompt tokens; longer prompts are truncated on the left. With None, a prompt
             that exceeds the model's context is an error.
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt.
@@ -184,19 +183,24 @@ def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, special_tokens: bool = True) -> list[int]:
-    """Tokenize a prompt; a prompt that begins with the begin token, as from a chat template, gets no second one."""
+    """Tokenize a prompt, without an end token that the tokenizer appends.
+
+    A prompt that begins with the begin token, as from a chat template, gets no second one. An end token remains if the
+    prompt itself ends in it, or if it is the only token.
+    """
     begin_token: str | None = getattr(tokenizer, "bos_token", None)
     adds_special = special_tokens and not (begin_token and prompt.startswith(begin_token))
-    return list(tokenizer(prompt, add_special_tokens=adds_special)["input_ids"])
+    tokens = list(tokenizer(prompt, add_special_tokens=adds_special)["input_ids"])
+    # text follows the prompt: a model would not continue it after an end token
+    if adds_special and len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:
+        plain_tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not plain_tokens or plain_tokens[-1] != tokenizer.eos_token_id:
+            tokens.pop()
+    return tokens
 
 
 def _tokenize_prompt(tokenizer: Any, prompt: str, decoding: Decoding) -> list[int]:
     tokens = encode_prompt(tokenizer, prompt, decoding.special_tokens)
-    # some tokenizers append an end token to every text; a model would not continue the prompt after it
-    if decoding.special_tokens and tokens and tokens[-1] == tokenizer.eos_token_id and len(tokens) > 1:
-        plain_tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if not plain_tokens or plain_tokens[-1] != tokenizer.eos_token_id:
-            tokens = tokens[:-1]
     if not tokens:
         raise DataError(f"the prompt {prompt[:60]!r} has no token: a model cannot begin without one.")
     return tokens if decoding.prompt_tokens is None else tokens[-decoding.prompt_tokens :]

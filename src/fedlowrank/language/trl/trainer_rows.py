@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from ...core.errors import TaskError
+from ...core.learning.losses import IGNORE_INDEX
 from ...core.learning.preference_losses import REFERENCE, RESPONSE_MASK
 from ...data.dataset import Examples
-
-IGNORED = -100
-"""Label of a token that does not count, as in transformers."""
 
 
 def list_rows(examples: Examples) -> list[dict[str, list[int]]]:
@@ -33,7 +31,7 @@ def list_rows(examples: Examples) -> list[dict[str, list[int]]]:
         rows.append(
             {
                 "input_ids": tokens[is_text].tolist(),
-                "labels": torch.where(labels < 0, IGNORED, labels)[is_text].tolist(),
+                "labels": torch.where(labels < 0, IGNORE_INDEX, labels)[is_text].tolist(),
             }
         )
     return rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...core.contract import Task
+from ...core.contract import ClientInfo, Task
+from ...core.errors import TaskError
 
 
 def zero_rows_per_class(title: str, task: Task, width: int) -> Tensor:
@@ -20,3 +21,28 @@ def zero_rows_per_class(title: str, task: Task, width: int) -> Tensor:
     """
     parameter = next(iter(task.model(task.clients[0]).initial.values()))
     return parameter.new_zeros(task.classes, width, dtype=task.common_type(title))
+
+
+def check_class_labels(title: str, labels: Tensor, classes: int, client: ClientInfo) -> None:
+    """Refuse labels of a client's statistics that are no class, or that name a class twice.
+
+    Over a network a client could send any labels: a class that it names twice would count twice.
+
+    Args:
+        title: title of the method, for messages.
+        labels: label of each row of the statistics ``[m]``.
+        classes: number of classes.
+        client: client that sent them.
+
+    Raises:
+        TaskError: if a label is out of range or occurs twice.
+    """
+    seen_labels: set[int] = set()
+    for label in labels.tolist():
+        if not 0 <= label < classes:
+            raise TaskError(
+                f"{title}: client {client.id} sent class {label} of {classes}, which count from 0"
+            )
+        if label in seen_labels:
+            raise TaskError(f"{title}: client {client.id} sent class {label} twice")
+        seen_labels.add(label)

@@ -211,11 +211,8 @@ def draw_models(title: str, task: Task, model_count: int) -> Params:
     The others are drawn by the user's factory, or by the layers' own rules where the user gave a module.
 
     Raises:
-        ConfigError: if C < 1.
         TaskError: if the clients hold different architectures, or the models begin with equal weights.
     """
-    if model_count < 1:
-        raise ConfigError(f"{title}: there must be at least one model; clusters is {model_count}")
     model = task.common_model(title)
     draws = [model.initial, *(model.reinitialize(task.key / "ensemble" / c) for c in range(1, model_count))]
     models = {n: torch.stack([d[n] for d in draws]) for n in model.initial}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora.lora_factors import lora_of
+from ...core.arguments.bounds import check_bounds
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import Switch, check_switch
 from ...core.contract import Model
-from ...core.errors import ConfigError, TaskError
+from ...core.errors import TaskError
 from ...core.tree import Params
 from ...linalg.delta import (
     Delta,
@@ -45,17 +45,14 @@ def build_client_factors(
         split: factor that takes the singular values.
         scale: scale s of the client.
     """
-    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[split]
     factors: Factors = {}
     for name, delta in deltas.items():
         initial = initial_factors[name]
         # a layer whose largest rank is below r gets its largest rank
         layer_rank = min(rank, initial.rank)
         truncation = truncate_delta(delta, layer_rank)
-        pair, r = split_svd(truncation, layer_rank, split), truncation.rank
-        # of a negative scale, B takes the sign
-        b = (pair.b / math.copysign(abs(scale) ** power, scale)).to(initial.b)
-        a = (pair.a / abs(scale) ** (1 - power)).to(initial.a)
+        pair, r = split_svd(truncation, layer_rank, split, scale), truncation.rank
+        b, a = pair.b.to(initial.b), pair.a.to(initial.a)
         b[:, r:], a[r:] = initial.b[:, r:layer_rank], initial.a[r:layer_rank]
         factors[name] = Pair(b.contiguous(), a.contiguous())
     return factors
@@ -272,10 +269,7 @@ class Weighing(CheckedFields):
 
     def __post_init__(self) -> None:
         check_switch(self, self.switch, "weighing")
-        if self.eps <= 0 or self.temperature < 0:
-            raise ConfigError(
-                f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"
-            )
+        check_bounds(self, {"eps": "> 0", "temperature": ">= 0"}, "weighing")
 
     def weigh(
         self,

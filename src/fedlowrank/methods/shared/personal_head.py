@@ -1,11 +1,15 @@
-"""Hooks of methods with a shared body and personal heads, FedPer and FedRep.
+"""Hooks and training of methods that treat the body and the head of a model as two parts: FedPer, FedRep and FedBABU.
 
-A method takes these functions as its own: ``server_init = initial_body``.
+A method takes a hook as its own: ``server_init = initial_body``.
 """
 
 from __future__ import annotations
 
-from ...core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, Task
+from torch import Tensor
+
+from ...core.contract import AnyMethod, Batch, ClientInfo, ClientModel, ClientView, Task
+from ...core.learning.batch_losses import task_loss
+from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params
 
 
@@ -24,3 +28,26 @@ def initial_head(method: AnyMethod, client: ClientInfo, task: Task) -> Params:
 def body_with_head(method: AnyMethod, state: Params, down: Params, view: ClientView) -> ClientModel:
     """The body received with the client's own head."""
     return ClientModel(down | state)
+
+
+def train_part(
+    trained_part: Params, frozen_part: Params, pass_name: str, optimizer: Optimizer, view: ClientView
+) -> Params:
+    """Train one part of the client's model in a pass in which the other part is frozen.
+
+    Args:
+        trained_part: parameters that are trained, by name.
+        frozen_part: all other parameters of the model.
+        pass_name: name of the pass.
+        optimizer: optimizer of the pass.
+        view: what the client may use.
+
+    Returns:
+        The trained part.
+    """
+    model = view.model
+
+    def loss(trained: Params, batch: Batch, frozen: Params) -> Tensor:
+        return task_loss(model.apply(trained | frozen, batch.x), batch)
+
+    return view.train(loss, trained_part, pass_name, optimizer, constants=(frozen_part,))

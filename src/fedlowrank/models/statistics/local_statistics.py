@@ -27,7 +27,7 @@ class LocalStatistics:
     """
 
     def __init__(self, chunks: Chunks, owner: str = "") -> None:
-        self._chunks, self._whose = chunks, owner
+        self._chunks, self._owner = chunks, owner
         self._known: list[tuple[FunctionalModule, Params, Params]] = []
 
     def complete(self, code: FunctionalModule, params: Params, buffers: Params) -> Params:
@@ -46,7 +46,7 @@ class LocalStatistics:
             ):
                 return params | statistics
         copies = {n: b.clone() for n, b in buffers.items()}
-        with naming(self._whose):
+        with naming(self._owner):
             statistics = code.statistics(params | copies, self._chunks)
         self._known = [*self._known[1 - MAX_KEPT_STATISTICS :], (code, params, statistics)]
         return params | statistics

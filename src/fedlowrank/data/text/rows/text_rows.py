@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,16 @@ from ....core.errors import ConfigError, DataError
 from ....core.key import Key
 from ...download.data_files import expand_path
 from ..on_disk.lazy_records import LazyRecords, join_records
-from ..table import Table, read_data_file, read_split
-from ..text_records import Conversation, Record, Texts, check_share, hold_out
+from ..table import (
+    DATA_ENDINGS,
+    Table,
+    choose_title,
+    read_data_file,
+    read_split,
+    refuse_split_of_file,
+    remove_endings,
+)
+from ..text_records import Conversation, Record, Texts, check_one_test, check_share, hold_out
 from .row_forms import (
     FORMS,
     Form,
@@ -30,8 +37,6 @@ from .row_forms import (
     read_rows,
     recognize_form,
 )
-
-_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,7 @@ class TextRows(CheckedFields):
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
-        test_settings = {
-            "test": self.test,
-            "test_split": self.test_split,
-            "test_share": self.test_share or None,
-        }
-        names = [name for name, value in test_settings.items() if value is not None]
-        if len(names) > 1:
-            raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
+        check_one_test(self.test, self.test_split, self.test_share)
         if self.client_by_file and self.client_column is not None:
             raise ConfigError("client_by_file and client_column both say whose a row is; set one of them.")
         if self.client_by_file and self.test is not None:
@@ -174,7 +172,7 @@ class TextRows(CheckedFields):
                 f"{table.source}: {empty_count} of {len(table.rows)} rows dropped, which have no text"
             )
         if self.client_by_file:
-            client = _remove_endings(table.source)
+            client = remove_endings(table.source)
             if isinstance(records, LazyRecords):
                 return _set_client_of_all(records, client)
             records = [_set_client(record, client) for record in records]
@@ -201,10 +199,7 @@ class TextRows(CheckedFields):
         if files is None:
             assert isinstance(self.path, str)
             return [read_split(self.path, self.name, self.train_split, self.cache, self.on_disk)]
-        if self.test_split is not None:
-            raise ConfigError(
-                f"{files[0]!r} is a file, which has no split {self.test_split!r}. Name a test file as test."
-            )
+        refuse_split_of_file(files[0], self.test_split)
         return [read_data_file(file, self.cache, self.on_disk) for file in files]
 
     def _read_test_tables(self) -> list[Table]:
@@ -229,9 +224,11 @@ class TextRows(CheckedFields):
                 files = [expanded_path]
             elif self.client_by_file and Path(expanded_path).is_dir():
                 paths = sorted(Path(expanded_path).iterdir())
-                files = [str(file) for file in paths if file.name.removesuffix(".gz").endswith(_ENDINGS)]
+                files = [str(file) for file in paths if file.name.removesuffix(".gz").endswith(DATA_ENDINGS)]
                 if not files:
-                    raise DataError(f"{expanded_path!r} holds no file that ends in {', '.join(_ENDINGS)}.")
+                    raise DataError(
+                        f"{expanded_path!r} holds no file that ends in {', '.join(DATA_ENDINGS)}."
+                    )
             elif self.client_by_file:
                 raise DataError(
                     f"client_by_file needs a folder, a pattern or a list of files, not {expanded_path!r}."
@@ -239,7 +236,7 @@ class TextRows(CheckedFields):
             else:
                 return None
         if self.client_by_file:
-            duplicates = [name for name, count in Counter(map(_remove_endings, files)).items() if count > 1]
+            duplicates = [name for name, count in Counter(map(remove_endings, files)).items() if count > 1]
             if duplicates:
                 raise DataError(f"two files would both be the client {duplicates[0]!r}. Rename one of them.")
         return files
@@ -263,22 +260,10 @@ class TextRows(CheckedFields):
             )
 
     def _choose_title(self) -> str:
-        """A name for reports: of the file, or of its folder if the file is only the training part."""
+        """A name for reports: of a list of files that of their folder, otherwise as `choose_title`."""
         if not isinstance(self.path, str):
-            return Path(expand_path(self.path[0])).parent.name or _remove_endings(self.path[0])
-        expanded_path = Path(expand_path(self.path))
-        stem = _remove_endings(self.path)
-        if (stem.startswith("train") or "*" in stem) and expanded_path.parent.name:
-            return expanded_path.parent.name
-        return stem or self.path
-
-
-def _remove_endings(path: str) -> str:
-    """Name of a file without its endings; of a folder its name."""
-    name = os.path.basename(os.path.normpath(expand_path(path)))  # noqa: PTH119 - a hub name is no path
-    for ending in (".gz", *_ENDINGS):
-        name = name.removesuffix(ending)
-    return name
+            return Path(expand_path(self.path[0])).parent.name or remove_endings(self.path[0])
+        return choose_title(self.path)
 
 
 def _hold_messages(records: Sequence[Record]) -> bool:
