@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.reading.field_help import find_tables
 from fedlowrank.config.reading.merging import format_toml
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import SGD
@@ -104,3 +105,20 @@ def test_optional_libraries_wait_until_they_are_needed() -> None:
     text += "; print([m for m in ('transformers', 'peft', 'flwr', 'datasets') if m in sys.modules], file=sys.stderr)"
     actual = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert actual.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("data.source", "csv"),
+        ("partition.kind", "dirichlet"),
+        ("split.kind", "matched"),
+        ("concept.kind", "rotation"),
+    ],
+)
+def test_help_on_the_entry_that_chooses_a_table_shows_all_kinds(path: str, kind: str) -> None:
+    tables = find_tables(path)
+    assert tables == [table for table in find_tables(path.partition(".")[0]) if table.kind]
+    assert kind in {table.kind for table in tables}
+    with pytest.raises(ConfigError, match="no section or field"):
+        find_tables("run.kind")

@@ -46,9 +46,11 @@ class HubStandIn:
         self._thread.join()
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and JSON of the answer to a POST or PUT."""
+        """Status and JSON of the answer to a call."""
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        if (actual := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path)) and actual[1] in self.repositories:
+            return 200, {"id": actual[1], "private": actual[1] in self.private}
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
         if actual := re.fullmatch(r"/api/models/(.+)/preupload/main", path):

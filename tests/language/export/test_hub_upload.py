@@ -92,6 +92,14 @@ def test_the_file_names_the_repository_and_with_merged_the_whole_model_is_upload
     assert main([*command, "--push", "--force"]) == 0
 
 
+def test_a_public_repository_gets_nothing(logged_in: HubStandIn, tmp_path: Path) -> None:
+    logged_in.repositories["me/public"] = {}
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match="me/public is a public repository, so the upload would publish"):
+        upload_model(tmp_path, "me/public", "a")
+    assert logged_in.repositories["me/public"] == {}
+
+
 def test_nothing_is_uploaded_without_being_asked(stored: Path, logged_in: HubStandIn, tmp_path: Path) -> None:
     assert main(["adapters", str(stored), "-o", str(tmp_path / "out"), "--base-model", "me/base"]) == 0
     assert logged_in.requests == []

@@ -96,6 +96,11 @@ def find_tables(path: str) -> list[FieldTable]:
         ]
         if matches := [_keep_field(t, name) for t in tables if any(f.name == name for f in t.fields)]:
             return matches
+    # the entry that chooses among the kinds of a table
+    if name == ("source" if parent == "data" else "kind") and (
+        matches := [table for table in all_tables if table.path == parent and table.kind]
+    ):
+        return matches
     if matches := [
         _keep_field(t, path) for t in all_tables if not t.path and any(f.name == path for f in t.fields)
     ]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def check_upload(repository: str) -> None:
 
 
 def upload_model(folder: Path, repository: str, message: str) -> str:
-    """Upload a folder to a model repository; a missing repository is created as a private one.
+    """Upload a folder to a private model repository; a missing repository is created.
 
     Args:
         folder: folder of an adapter or a whole model; its files go to the root of the repository.
@@ -49,7 +50,7 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
         The address of the repository.
 
     Raises:
-        ConfigError: if ``repository`` cannot be the name of a repository, see :func:`check_upload`.
+        ConfigError: if ``repository`` cannot be the name of a repository, see :func:`check_upload`, or is public.
         DataError: if an upload is not possible, see :func:`check_upload`, or if the Hub cannot be reached or
             refuses the upload.
     """
@@ -60,10 +61,15 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
     # a file that cannot be uploaded
     error_types = (OSError, ValueError, RuntimeError, getattr(hub.errors, "HTTPError", OSError))
     try:
+        # a repository that exists keeps its visibility
         address = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=str(getattr(address, "repo_id", repository)), folder_path=folder, commit_message=message
-        )
+        repository_id = str(getattr(address, "repo_id", repository))
+        if not api.repo_info(repository_id).private:
+            raise ConfigError(
+                f"{repository_id} is a public repository, so the upload would publish the model. Name a private one or one that "
+                f"does not exist. To publish it, type `hf upload {repository_id} {shlex.quote(str(folder))}`."
+            )
+        api.upload_folder(repo_id=repository_id, folder_path=folder, commit_message=message)
     except error_types as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         advice = "Check the connection, and HF_ENDPOINT if it is set, and try again."
