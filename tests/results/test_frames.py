@@ -289,3 +289,22 @@ def test_results_of_the_best_round_by_validation() -> None:
     )
     with pytest.raises(DataError, match="no client has validation examples"):
         without.mean_accuracy(at="best")
+
+
+def test_means_by_examples_keep_runs_that_do_not_vary_a_field() -> None:
+    table = pd.DataFrame(
+        {"run": ["x", "x", "y", "y"], "partition.alpha": [0.1, 0.1, None, None], "client": [0, 1, 0, 1]}
+    )
+    table = table.assign(
+        series="a", split="test", round=1, n=[1, 3, 1, 1], accuracy=[1.0, 0.2, 0.5, 0.7], loss=0.0
+    )
+    means = average_by_examples(table, ["run", "partition.alpha"])
+    assert means.droplevel("partition.alpha").to_dict() == pytest.approx({"x": 0.4, "y": 0.6})
+
+
+def test_a_seed_beyond_64_bits_is_read_as_it_is(tmp_path: Path) -> None:
+    data = [(torch.randn(12, 3), torch.arange(12) % 2) for _ in range(2)]
+    for seed in (2**63, 3):
+        federation = Federation.from_arrays(data, lambda: torch.nn.Linear(3, 2), classes=2, seed=seed)
+        simulate("fedavg", federation, rounds=1, folder=tmp_path / str(seed))
+    assert set(load_runs(tmp_path)["seed"]) == set(load_rounds(tmp_path)["seed"]) == {2**63, 3}

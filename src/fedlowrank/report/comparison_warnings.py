@@ -45,7 +45,11 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
             (TEST_ACCURACY, "accuracy", "accuracies"),
             (TEST_LOSS, "loss", "losses"),
         ):
-            if nonfinite_count := int(group.results(measure=measure)["non_finite"].sum()):
+            nonfinite_count = int(group.results(measure=measure)["non_finite"].sum())
+            if measure.is_loss:
+                # a curve of losses has no round in which all are not finite
+                nonfinite_count = max(nonfinite_count, int(group.headline_results["diverged"].sum()))
+            if nonfinite_count:
                 clients_text = format_count(nonfinite_count, f"client {singular}", f"client {plural}")
                 warnings.append(f"{group.label}: {clients_text} not finite, left out.")
         missing_count = group.headline_results["without"].fillna(0).max()

@@ -157,9 +157,10 @@ def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: st
             "network under privacy. Average clients alike: table.groupby(by)[column].mean()"
         )
     products = pd.DataFrame({"total": rows[column] * weights, "weight": weights})
-    sums = products.groupby([rows[key] for key in keys]).sum()
+    sums = products.groupby([rows[key] for key in keys], dropna=False).sum()
     means: pd.Series = sums["total"] / sums["weight"]
-    index = table.groupby(keys).size().index
+    # a run has None in the columns of fields that it does not vary
+    index = table.groupby(keys, dropna=False).size().index
     return means.reindex(index).rename(column)
 
 
@@ -253,7 +254,9 @@ def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.Da
 
 
 def _choose_dtype(value: Any) -> Any:
-    """Choose the column type for a value of a setting."""
+    """Choose the column type for a value of a setting; a whole number beyond 64 bits stays an object."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return object
     return type(value) if isinstance(value, bool | int | float) else object
 
 

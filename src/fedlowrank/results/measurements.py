@@ -187,6 +187,7 @@ def summarize(
             worst = np.full(len(values), math.nan)
         if lower_is_better is None:
             worst = np.full(len(values), math.nan)
+        worst = np.where(count > 0, worst, math.nan)
         is_missing = np.isnan(values)
         evaluation_mask = np.ones_like(is_missing) if is_evaluated is None else is_evaluated
         return {
@@ -319,7 +320,8 @@ class Measurements:
         import pandas as pd  # slow to import, as below
 
         rows = self._of_clients.get((name, series, split), {})
-        table = np.array(list(rows.values()), dtype=np.float64).reshape(len(rows), -1)
+        count = len(next(iter(rows.values()), ()))
+        table = np.array(list(rows.values()), dtype=np.float64).reshape(len(rows), count)
         return pd.DataFrame(table, index=list(rows))
 
     def of_rounds(self, name: str) -> pd.DataFrame:

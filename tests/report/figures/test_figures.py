@@ -161,6 +161,17 @@ def test_representations(make_run):
     assert len(key.figure.legends[0].get_texts()) == 5 + 4
 
 
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_examples_without_a_class_are_not_embedded(make_run, ignored):
+    x, labels, owners = cloud(60)
+    labels[::3] = ignored
+    key, panel = data_figures.plot_embeddings(group_runs([make_run("a", points=(x, labels, owners))]))
+    drawn = panel.figure.axes[0].collections
+    assert sum(len(one.get_offsets()) for one in drawn) == 40
+    assert f"{len(set(labels) - {ignored})} classes" in panel.alt
+    assert str(ignored) not in [text.get_text() for text in key.figure.legends[0].get_texts()]
+
+
 def test_embedding_is_the_same_each_time_and_copes():
     x, _, _ = cloud(50)
     np.testing.assert_array_equal(data_figures.embed(x), data_figures.embed(x))

@@ -132,6 +132,11 @@ class TestRelative:
             *(make_run(m, rounds=clients_of(*values)) for m, values in zip("ab", half, strict=True))
         )
         assert not drawn(make_run("a"), make_run("b"))  # ten clients
+        # other data, and a run that has not come as far
+        assert not drawn(a, make_run("b", rounds=clients_of(0.6), fingerprint="other"))
+        early = {"state": "running", "rounds": 1, "message": ""}
+        longer = make_run("a", rounds=rounds_of([[0.5] * 20, [0.9] * 20]))
+        assert not drawn(longer, make_run("b", rounds=clients_of(0.1), status=early))
 
 
 class TestSize:

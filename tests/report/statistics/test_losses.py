@@ -103,6 +103,22 @@ class TestBesideAccuracy:
         assert groups[0].final(measure=TEST_LOSS).mean == 1.0
         assert "a: 1 client loss not finite, left out." in find_warnings(groups)
 
+    @pytest.mark.parametrize("clients", [1, 2, 3])
+    def test_a_round_in_which_all_diverge_counts_as_diverged(self, make_run, clients):
+        accuracies = rounds_of([[0.1] * clients, [0.5] * clients, [0.9] * clients])
+        rows = with_losses(accuracies, [[2.0] * clients, [1.0] * clients, [math.nan] * clients])
+        steady = with_losses(
+            rounds_of([[0.1] * clients, [0.6] * clients]), [[2.0] * clients, [1.0] * clients]
+        )
+        runs = [make_run("a", s, rounds=rows) for s in (0, 1)]
+        runs += [make_run("b", s, rounds=steady) for s in (0, 1)]
+        groups = group_runs(runs)
+        assert f"a: {2 * clients} client losses not finite, left out." in find_warnings(groups)
+        assert groups[0].final().diverged == f"{2 * clients} clients"
+        # the round in which they diverged is not the best one
+        assert groups[0].headline_results["best_round"].tolist() == [1, 1]
+        assert not any(text.startswith("a reaches") for text in findings_of(runs))
+
 
 class TestInsteadOfAccuracy:
     @pytest.mark.full

@@ -200,9 +200,10 @@ def test_no_target_at_the_level_of_a_constant_answer(make_run, clients, classes,
     assert target_of(runs, 0.3).value == 0.3
 
 
-def test_clients_that_never_train_do_not_make_the_chance_level(make_run):
+@pytest.mark.parametrize("flag", ["unseen", "hostile"])
+def test_clients_in_no_mean_do_not_make_the_chance_level(make_run, flag):
     people = counted([5, 5], [0, 10])
-    people[1]["unseen"] = True
+    people[1][flag] = True
     assert target_of([make_run("a", rounds=simple(CURVE), clients=people, classes=["a", "b"])]).value == 0.52
 
 

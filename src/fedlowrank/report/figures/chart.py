@@ -169,10 +169,10 @@ def plot_lines(
     last_values = ", ".join(f"{line.label} {formatter(line.table['mean'].iloc[-1])}" for line in lines)
     methods = count_methods(len({line.group.label for line in lines}))
     return Picture(
-        figure, title, f"Line chart of {description} against rounds for {methods}. At the end: {last_values}.",
+        figure, title, f"Line chart of {description} against rounds for {methods}. At the end of the lines: {last_values}.",
         f"{opening}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{ending}"
         f"{note_modes(line.group for line in lines if line.seeds)}"
-        f"{note_points(lines)}",
+        f"{note_points(lines)}{note_ends(lines)}",
         tips=make_tips(axes, lines, formatter, scale),
     )  # fmt: skip
 
@@ -391,6 +391,17 @@ def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
     """End a sentence with the number of seeds in the mean and the meaning of the band."""
     seeds_note, cut_note = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds_note}; the band is the 95 % interval over seeds{cut_note}." if seeds_note else "."
+
+
+def note_ends(lines: Iterable[Line]) -> str:
+    """Explain for the caption that lines end before some seeds do, if so."""
+    is_cut = any(
+        len(line.table) and run.table.evaluated_rounds[-1] > line.table.index[-1]
+        for line in lines
+        for run in line.group.runs
+        if run.table.evaluated_rounds
+    )
+    return " A line ends at the last evaluated round that all seeds of its method have." if is_cut else ""
 
 
 def note_modes(groups: Iterable[RunGroup]) -> str:

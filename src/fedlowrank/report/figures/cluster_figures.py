@@ -112,14 +112,15 @@ def _plot_routes(group: RunGroup) -> Picture | None:
     _draw_key(key_axes)
     has_truth = any(cluster is not None for cluster in truth)
     order_text = "their true cluster, with lines between clusters, then by number" if has_truth else "number"
-    choice_counts = np.bincount(np.nan_to_num(last_routes, nan=-1.0).argmax(axis=1), minlength=cluster_count)
+    is_finite = np.isfinite(last_routes).all(axis=1)
+    choice_counts = np.bincount(last_routes[is_finite].argmax(axis=1), minlength=cluster_count)
     notes = (
         f" {len(rows)} of {client_count} clients are drawn, evenly spaced."
         if len(rows) < client_count
         else ""
     )
     notes += " A triangle marks a client that never trained." if unseen_rows else ""
-    nonfinite_count = int((~np.isfinite(last_routes)).any(axis=1).sum())
+    nonfinite_count = int((~is_finite).sum())
     notes += (
         f" Rows of {nonfinite_count} clients whose shares are not finite are empty."
         if nonfinite_count
@@ -143,7 +144,7 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
     Cells are paths with an opacity and not pixels, so that they take the page's colors and print sharply.
     """
     rows, columns = shares.shape
-    level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
+    level = np.round(np.where(np.isfinite(shares), shares, 0.0).clip(0, 1) * LEVELS).astype(int)
     (style,) = make_styles(["share"]).values()
     for shade in range(1, LEVELS + 1):
         vertices: list[tuple[float, float]] = []

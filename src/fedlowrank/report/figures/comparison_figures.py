@@ -161,11 +161,11 @@ def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | 
     return Picture(
         figure,
         f"{measure.title} over communication",
-        f"Line chart of {measure.sentence_name} against bytes sent for {chart.count_methods(len(lines))}. Sent in "
-        f"all: {texts}.",
+        f"Line chart of {measure.sentence_name} against bytes sent for {chart.count_methods(len(lines))}. Sent "
+        f"until the end of the lines: {texts}.",
         f"Mean {measure.sentence_name} over clients against the bytes of all messages so far, both ways"
         f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level_note}"
-        f"{chart.note_points(lines)}",
+        f"{chart.note_points(lines)}{chart.note_ends(lines)}",
         tips=chart.make_tips(
             axes,
             sending_lines,

@@ -76,8 +76,9 @@ def _load_representations(run: RunRecord) -> Points | None:
         # real targets are no classes and have no colors
         return None
     x = tensors["x"].double().flatten(1).numpy()
-    mask = np.isfinite(x).all(axis=1)
     labels, client_ids = tensors["label"].long().numpy(), tensors["client"].long().numpy()
+    # a negative label is one that the loss ignores, and no class
+    mask = np.isfinite(x).all(axis=1) & (labels >= 0)
     return (x[mask], labels[mask], client_ids[mask]) if mask.any() else None
 
 

@@ -15,6 +15,7 @@ from ...core.io.text import on_one_line
 from ..number_formats import format_si
 from ..statistics.groups import RunGroup, measure_of
 from ..statistics.low_rank import RankCurve, downlink, model_size, rank_curves
+from ..statistics.paired import paired_differences
 from . import chart
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
@@ -163,16 +164,11 @@ def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Pictur
     by_method = {group.method: group for group in reversed(evaluated_groups)}
     reference = by_method.get("fedavg") or by_method.get("standalone") or evaluated_groups[0]
     measure = measure_of(evaluated_groups)
-    reference_values = {run.record.seed: run.client_values(run.headline, measure) for run in reference.runs}
     if max(len(run.record.clients) for run in reference.runs) < CLIENTS:
         return None
     values_by_line = []
     for line in chart.choose_lines(evaluated_groups, measure):
-        differences = [
-            (run.client_values(line.series, measure) - reference_values[seed]).dropna()
-            for run in line.group.runs
-            if (seed := run.record.seed) in reference_values
-        ]
+        differences = paired_differences(line.group, reference, measure, line.series)
         values = measure.scale * np.concatenate([np.empty(0), *differences])
         if len(values) and not (line.group is reference and not line.series_index):
             values_by_line.append((line, values))

@@ -57,11 +57,11 @@ def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture |
     return Picture(
         figure,
         f"{measure.title} over simulated time",
-        f"Line chart of {measure.sentence_name} against simulated time for {chart.count_methods(len(lines))}. In all: "
-        f"{texts}.",
+        f"Line chart of {measure.sentence_name} against simulated time for {chart.count_methods(len(lines))}. At "
+        f"the end of the lines: {texts}.",
         f"Mean {measure.sentence_name} over clients against the time that the rounds take on the simulated devices "
         f"(run.devices){chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}"
-        f"{chart.note_points(lines)}",
+        f"{chart.note_points(lines)}{chart.note_ends(lines)}",
         tips=chart.make_tips(
             axes,
             lines,

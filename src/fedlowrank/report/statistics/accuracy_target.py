@@ -84,8 +84,9 @@ def chance_level(run: RunRecord) -> float:
     """
     if run.predicts_tokens or not run.config.get("classes"):
         return 0.0
-    guess, unseen_ids = 1 / len(run.config["classes"]), run.measurements.flagged_ids("unseen")
-    rows = [(row.get("classes") or {}).get("test") for row in run.clients if row.get("id") not in unseen_ids]
+    guess = 1 / len(run.config["classes"])
+    counted_positions = run.measurements.select_clients("counted", len(run.clients))
+    rows = [(run.clients[i].get("classes") or {}).get("test") for i in counted_positions]
     shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
     if len({len(class_shares) for class_shares in shares}) != 1:
         return guess

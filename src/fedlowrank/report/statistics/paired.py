@@ -127,11 +127,14 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
     return columns
 
 
-def paired_differences(group: RunGroup, reference: RunGroup, measure: Measure) -> list[pd.Series]:
+def paired_differences(
+    group: RunGroup, reference: RunGroup, measure: Measure, series: str | None = None
+) -> list[pd.Series]:
     """Compute differences ``group - reference`` of each client, for each seed whose clients are the same in both groups.
 
     Clients that are in no mean, and clients without a finite result in both groups, are left out, and so are seeds
-    whose two runs are at different rounds, unless both finished.
+    whose two runs are at different rounds, unless both finished. ``series`` is that of the group, by default its
+    headline; the reference has its headline.
     """
     by_seed = {run.record.seed: run for run in reference.runs}
     differences = []
@@ -142,7 +145,8 @@ def paired_differences(group: RunGroup, reference: RunGroup, measure: Measure) -
             and _clients(run.record) == _clients(reference_run.record)
             and _are_level(run, reference_run)
         ):
-            gaps = _results(group, run, measure) - _results(reference, reference_run, measure)
+            values = run.client_values(series or group.headline, measure)
+            gaps = values - reference_run.client_values(reference.headline, measure)
             differences.append(gaps.dropna())
     return [gaps for gaps in differences if len(gaps)]
 
@@ -151,10 +155,6 @@ def _are_level(first: RunStatistics, second: RunStatistics) -> bool:
     """Whether both runs finished, maybe by patience, or were last evaluated after the same round."""
     last_rounds = [run.table.evaluated_rounds[-1:] for run in (first, second)]
     return first.state == second.state == "finished" or last_rounds[0] == last_rounds[1]
-
-
-def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series:
-    return run.client_values(group.headline, measure)
 
 
 def _clients(run: RunRecord) -> tuple[Any, ...]:

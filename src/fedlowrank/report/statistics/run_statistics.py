@@ -298,8 +298,11 @@ class RunStatistics:
     def _count_diverged(self, series: str | None, measure: Measure, split: str) -> pd.Series:
         """Count the clients whose value or loss is not finite, by round."""
         counts = self.curve(series, measure, split)["non_finite"]
-        losses = self.curve(series, TEST_LOSS, split)["non_finite"].reindex(counts.index, fill_value=0)
-        return pd.concat([counts, losses], axis=1).max(axis=1).astype(int)
+        # from the table: a curve has no round in which all losses are not finite
+        losses = self.table.of_clients(TEST_LOSS.name, series or "", split)
+        counted_losses = losses[self.table.select_clients("counted", losses.shape[1])]
+        diverged = np.isinf(counted_losses).sum(axis=1).reindex(counts.index, fill_value=0)
+        return pd.concat([counts, diverged], axis=1).max(axis=1).astype(int)
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""

@@ -76,7 +76,7 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
         return _without_spread(x, "clients")
     # rounding must not separate equal differences, such as 0.3 - 0.2 and 0.2 - 0.1
     p = float(stats.wilcoxon(np.round(x / np.abs(x).max(), 10)).pvalue)
-    # One resample at a time in memory, because a federation may have thousands of clients.
+    # at most a million values in memory at once, because a federation may have thousands of clients
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
         confidence_level=CONFIDENCE, random_state=np.random.default_rng(0),
