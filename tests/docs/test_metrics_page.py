@@ -15,6 +15,7 @@ import torch
 from fedlowrank.cli.main import main
 from fedlowrank.results.client_metrics import METRICS
 from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run_settings import RunSettings
 
 torch.set_num_threads(1)
 
@@ -83,3 +84,9 @@ def test_the_commands_and_the_experiment_file() -> None:
 def test_the_table_names_all_metrics() -> None:
     rows = re.findall(r"^\| (`.*?) \| ", PAGE, re.MULTILINE)
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(METRICS)
+
+
+def test_the_docstring_of_the_settings_names_all_metrics() -> None:
+    text = " ".join((RunSettings.__doc__ or "").split())
+    (names,) = re.findall(r" metrics: [^:]*: ([^:]*); or ", text)
+    assert re.split("; in a regression |, ", names) == list(METRICS)

@@ -18,12 +18,13 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from fedlowrank import EarlyStopping, Federation, simulate
+from fedlowrank import EarlyStopping, Federation, Loss, simulate
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.data.dataset import Examples
 from fedlowrank.report import compare_runs
 from fedlowrank.report.run_comparison import to_csv
 from fedlowrank.results.client_metrics import METRICS as NAMES
-from fedlowrank.results.client_metrics import compute_metric, log_odds
+from fedlowrank.results.client_metrics import choose_metrics, compute_metric, log_odds
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage.run_files import RECORDS_FILE
@@ -243,6 +244,12 @@ def test_what_does_not_fit_is_refused_before_training(names: Any, targets: int, 
     with pytest.raises(ConfigError, match=says):
         simulate("fedavg", make_labeled_federation(targets), rounds=1, metrics=names, on_round=trained.append)
     assert trained == []
+
+
+def test_language_models_that_predict_tokens_take_no_metrics() -> None:
+    examples = Examples({"input_ids": torch.zeros(2, 5).long()}, torch.zeros(2, 5).long())
+    with pytest.raises(ConfigError, match="Loss and token_accuracy are always measured"):
+        choose_metrics(["macro_f1"], examples, 0, Loss("next_token"))
 
 
 def test_top5_of_few_classes_is_refused() -> None:

@@ -30,11 +30,11 @@ WEIGHTS = (0.5, 2.0, 1.0)
 
 
 class Tokens(nn.Module):
-    """Scores of three classes for each token."""
+    """Scores of a few classes for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 3) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, classes)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         scores: Tensor = self.head(self.embedding(input_ids))
@@ -367,6 +367,20 @@ def test_labels_of_tokens_say_what_they_mean() -> None:
     own = [{part: (x, x["input_ids"]) for part, (x, _) in client.items()} for client in data]
     with pytest.raises(ConfigError, match="the labels are the tokens themselves"):
         Federation.from_arrays(own, Tokens, loss="cross_entropy")
+
+
+def test_a_mean_accuracy_of_a_model_that_predicts_tokens_names_the_loss() -> None:
+    data = [{part: (x, x["input_ids"]) for part, (x, _) in client.items()} for client in clients(ids, labels)]
+    federation = Federation.from_arrays(data, lambda: Tokens(6), loss="next_token")
+    result = simulate("fedavg", federation, rounds=1)
+    assert result.accuracy() == [None, None]
+    with pytest.raises(
+        DataError, match=r"no mean accuracy, because these models are judged by their loss.*to_frame"
+    ):
+        result.mean_accuracy()
+    with pytest.raises(DataError, match=r"no client has examples in the split 'val'"):
+        result.mean_accuracy("val")
+    assert result.to_frame(last=True).query("split == 'test'")["loss"].notna().all()
 
 
 def test_a_model_that_ends_in_a_sigmoid_gets_a_remark() -> None:

@@ -19,7 +19,7 @@ from ..core.errors import FedlowrankError, did_you_mean
 from ..core.io.private_files import private_umask
 from ..core.version import __version__
 
-OVERRIDES = "laid over the file: run.rounds=20 defaults.optimizer.lr=0.05"
+OVERRIDES = "overrides fields of the file: run.rounds=20 defaults.optimizer.lr=0.05"
 JOBS = "runs at a time, each in a process that loads the data itself (default: %(default)s)"
 METHOD = "a built-in name, a variant of the file or package.module:Class, instead of the file's"
 TABLES = "print all tables, costs among them, not only the results"
@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
 
-    add = command("resume", "commands:resume", run_parser, "go on with a stopped run, or give it more rounds")
+    add = command("resume", "commands:resume", run_parser, "continue a stopped run, or give it more rounds")
     add("overrides", nargs="*", help="run.rounds=N for more rounds; what would change the result is refused")
     add("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
     add("--without", type=int, action="append", default=[], metavar="CLIENT",
@@ -187,7 +187,12 @@ def parser() -> argparse.ArgumentParser:
     add = command("export", "commands:export", run_parser, "a client's last model, as a file of thin layers")
     add("--client", help="whose model: name or number of a client (default: client 0)")
     add("--series", help="which model of the method, such as gkr (default: its headline)")
-    add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
+    add(
+        "--layout",
+        choices=["small", "fast"],
+        default="small",
+        help="least bytes, or least work (default: small)",
+    )
     add("-o", "--out", type=_path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
     add = command(
@@ -232,8 +237,8 @@ def parser() -> argparse.ArgumentParser:
         help="name of the base on the Hugging Face Hub, if the run read a folder",
     )
     add("--push", nargs="?", const=True, metavar="OWNER/NAME",
-        help="upload the server's folder (with --merged the whole model) to this private repository on the Hugging "
-        "Face Hub (default: export.push)")  # fmt: skip
+        help="upload the server's folder (with --merged the whole model) to this repository on the Hugging Face Hub: a "
+        "missing one is created as private, a public one is refused (default: export.push)")  # fmt: skip
 
     add = command("chat", "language.chat_command:chat", best_parser, "ask a run's language model")
     add("--model", help="server, base, or a client's name or number (default: server, or else client 0)")
@@ -242,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="answer this and end (default: answer every line of the standard input)",
     )
-    add("--tokens", type=int, default=128, help="of a reply at most (default: %(default)s)")
+    add("--tokens", type=int, default=128, help="maximum number of tokens of a reply (default: %(default)s)")
     add(
         "--temperature",
         type=float,
@@ -300,7 +305,8 @@ def parser() -> argparse.ArgumentParser:
     add("--runs", type=int, default=1, metavar="NUMBER",
         help="how many runs the folder may take part in (default: %(default)s)")  # fmt: skip
     add("--max-download", type=int, default=0, metavar="MIB",
-        help="largest download that is taken (default: four times the model, and 64 MiB)")  # fmt: skip
+        help="largest download that is taken (default: four times the model and the first download together, "
+        "plus 64 MiB)")  # fmt: skip
     add("--no-evaluation", action="store_true", help="send neither accuracies nor losses")
     add("--exact-evaluation", action="store_true",
         help="send accuracies and losses with all digits, and of fewer than 20 examples, too")  # fmt: skip
@@ -344,10 +350,14 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fingerprint", default="", help="with --accept: as the client read it aloud; another one is refused"
     )
-    add("--roster", action="store_true", help="show numbers, fingerprints and ends of all keys, to compare")
+    add(
+        "--roster",
+        action="store_true",
+        help="show numbers, fingerprints and expiry dates of all keys, to compare",
+    )
     add("--add", type=int, metavar="CLIENT", help="make a key for one more client, of that number")
-    add("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
-    add("--prolong", type=int, metavar="CLIENT", help="let this client's key live --days from now on")
+    add("--revoke", type=int, metavar="CLIENT", help="revoke this client's key")
+    add("--prolong", type=int, metavar="CLIENT", help="set this client's key to expire in --days days")
     add("--renew", action="store_true", help="a new certificate of the server, for the same or other hosts")
     add("--days", type=int, default=365, help="life of a certificate or key (default: %(default)s)")
 
@@ -369,7 +379,9 @@ def parser() -> argparse.ArgumentParser:
     add = command("check", "catalog:check", common_parser, "test your own method against the contract")
     add("name", metavar="method", help="a built-in name, or package.module:Class")
 
-    description = "show how an experiment shares out its data; `data get NAME` downloads a data set"
+    description = (
+        "show how an experiment partitions its data among clients; `data get NAME` downloads a data set"
+    )
     add = command("data", "commands:data", experiment_parser, description)
     add(
         "-o",

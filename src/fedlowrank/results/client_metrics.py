@@ -412,7 +412,7 @@ def choose_metrics(
     if (names or functions) and loss.predicts_tokens(examples.y):
         raise ConfigError(
             "run.metrics needs one label for each example, and language models have one for each token; "
-            "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
+            "leave it empty. Loss and token_accuracy are always measured, and `fedlowrank score` scores what the "
             "models write."
         )
     metrics = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}

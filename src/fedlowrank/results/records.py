@@ -139,8 +139,10 @@ class RoundRecord:
         return {} if self.measured is None else self.measured.by_client(name, series=series, split=split)
 
     def validation(self) -> float | None:
-        """Mean validation accuracy of the headline, or minus its loss in a regression; None if it was not evaluated.
+        """Mean validation accuracy of the headline, or minus its loss without an accuracy; None if it was not evaluated.
 
+        There is no accuracy in a regression, and of language models that predict tokens, of preference pairs and of
+        embeddings.
         The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
         these clients is not finite.
         """

@@ -68,8 +68,8 @@ class EarlyStopping(Callback):
     """Ends a run whose validation result does not improve.
 
     The criterion is :meth:`..results.records.RoundRecord.validation`: the mean validation accuracy of the clients, or
-    minus their mean validation loss in a regression. Rounds without evaluation do not count. Results that differ only
-    by rounding are equal: see :func:`..results.ranking.exceeds`.
+    minus their mean validation loss for models without an accuracy. Rounds without evaluation do not count. Results that
+    differ only by rounding are equal: see :func:`..results.ranking.exceeds`.
 
     Args:
         patience: number of consecutive evaluations without an improvement after which the run ends.

@@ -41,8 +41,8 @@ class RunSettings(CheckedFields):
             by whatever the method does at a client that never took part.
         seed: seed of everything random: partition, participants, order of examples, initial values.
         engine: name of the engine: sequential; vectorized (clients of like shapes at once); processes (one per core);
-            ray (one worker per core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every
-            message is encoded as bytes); or flower (Flower's simulation, from an experiment file).
+            ray (one worker per core or GPU of a Ray cluster); auto (sequential, vectorized or processes, by a rule);
+            wire (every message is encoded as bytes); or flower (Flower's simulation, from an experiment file).
         device: device of the training: cpu, or cuda if torch finds a GPU. Over a network it is the device on which a
             client trains; the server computes on the CPU.
         pixels: storage of images on the device: float32; bytes (a quarter of the memory, the same bits in every step;
@@ -67,14 +67,14 @@ class RunSettings(CheckedFields):
         evaluate_clients: number of clients that are evaluated, a random subset that is the same in every round. None
             evaluates all of up to 1,000 clients, and 500 of more.
         metrics: metrics besides accuracy and loss, measured on each client's own examples: macro_f1, weighted_f1,
-            balanced_accuracy, auroc, average_precision, top3, top5, ece; in a regression rmse, mae, r2; or
-            ``module:function`` of your own, called ``function(scores, labels)`` with NumPy arrays.
+            micro_f1, mean_iou, balanced_accuracy, auroc, average_precision, top3, top5, ece; in a regression rmse, mae,
+            r2; or ``module:function`` of your own, called ``function(scores, labels)`` with NumPy arrays.
         checkpoint_every: number of rounds between checkpoints; the first and last round are always saved. None saves
             once ten seconds have passed since the last checkpoint.
         keep_checkpoints: number of checkpoints that are kept, including the last one; ``fedlowrank resume RUN --round
             N`` goes back to one.
-        keep_best: whether to keep the state of the round with the best mean validation accuracy beside the last, in
-            ``best/``.
+        keep_best: whether to keep the state of the round with the best mean validation accuracy (without an accuracy:
+            loss) beside the last, in ``best/``.
         on_nan: action when a client's training meets a NaN or an infinity, or the upload after a finite training
             holds one: stop the run, or drop that client's reply and go on. Under ``privacy`` it does not apply: the
             client sends an update of zeros and keeps its state. Over a network such a reply is always dropped, so
@@ -84,7 +84,7 @@ class RunSettings(CheckedFields):
             (docs/how-to/report.md).
         adapters: rounds after which the adapter folders of server and clients are written, for language models.
         representations: number of test examples whose representations are kept at the end for pictures; 0 keeps none.
-        patience: number of consecutive evaluations without a better mean validation accuracy (in a regression: loss)
+        patience: number of consecutive evaluations without a better mean validation accuracy (without an accuracy: loss)
             after which the run ends; None never ends it early.
         callbacks: functions of your own, ``module:function``, that get the record of every round; a function that
             returns True ends the run.

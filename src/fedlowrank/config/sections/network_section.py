@@ -79,8 +79,8 @@ class NetworkSettings(CheckedFields):
         silent_after: number of consecutive orders without a reply until the deadline after which a client sits out a
             round, then two, four, ...; 0 for never.
         max_fall: largest fall of the clients' validation accuracy below the best earlier round before the run pauses
-            (the median over clients; for a regression, the largest rise of the loss as a share of the loss before
-            training); 0 for never. Under run.privacy clients send no evaluations, and no run pauses.
+            (the median over clients; for models without an accuracy, the largest rise of the loss as a share of the loss
+            before training); 0 for never. Under run.privacy clients send no evaluations, and no run pauses.
         examples: number of training examples that each client promised to have; a client that registers more is
             rejected.
         forgotten: treatment of a client that lost the state it should build on: leave it out, or let it start from the beginning.

@@ -22,7 +22,7 @@ class TuneSettings(CheckedFields):
         seeds: seeds of the tuning runs; the choice is made by their mean.
         test_seeds: seeds of the runs with the chosen settings; none of them may be a tuning seed.
         measure: measure by which settings are chosen; validation is the mean over clients of the validation accuracy,
-            or of the validation loss for a regression.
+            or of the validation loss for models without an accuracy (regressions, language models that predict tokens).
         at: round at which the measure is taken: last, or best for the best of all evaluated rounds after the start.
         series: series of models that is measured, such as "server"; by default each method's first series. A method
             without that series is measured by its first.

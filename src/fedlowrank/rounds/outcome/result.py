@@ -12,7 +12,7 @@ from ...adapters.deployment import Layout
 from ...adapters.state_dict import full_state_dict
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import Params
-from ...results.client_numbers import ACCURACY, SPLITS
+from ...results.client_numbers import ACCURACY, LOSS, SPLITS
 from ...results.measurements import Measurements, mean_over_clients
 from ...results.ranking import find_best
 from ...results.records import RoundRecord
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def best_round(self) -> int:
-        """Round with the best mean validation accuracy (in a regression: loss), the earliest on ties.
+        """Round with the best mean validation accuracy (without an accuracy: loss), the earliest on ties.
 
         Raises:
             DataError: if no client has validation examples, or if all clients that have some are left out of means.
@@ -102,7 +102,8 @@ class Result:
 
         Raises:
             ConfigError: if there is no such split or series.
-            DataError: if there is no best round, or if no client has an accuracy because the task is a regression or
+            DataError: if there is no best round, or if no client has an accuracy because the task is a regression, the
+                models are judged by their loss (language models that predict tokens, preference pairs, embeddings) or
                 the split has no examples, or if all clients with an accuracy are left out.
         """
         accuracies = self.accuracy(split, series, at)
@@ -119,6 +120,11 @@ class Result:
         if self.run.federation.clients[0].train.is_regression:
             return f"this is a regression. {losses}"
         evaluated_ids = {i for i, accuracy in enumerate(accuracies) if accuracy is not None}
+        if not evaluated_ids and any(loss is not None for loss in self.rounds[-1].values(LOSS, split=split)):
+            return (
+                "these models are judged by their loss, as language models that predict tokens, preference pairs and "
+                f"embeddings are. {losses}"
+            )
         if not evaluated_ids:
             return f"no client has examples in the split {split!r}. {losses}"
         return (
