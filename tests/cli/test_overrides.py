@@ -95,7 +95,7 @@ def test_another_kind_says_what_it_discards_of_the_file(caplog: pytest.LogCaptur
         }
     # once, whatever the number of runs
     assert [record.getMessage() for record in caplog.records] == [
-        "partition.kind = 'iid' is laid over the file, whose partition.alpha = 0.5 nothing reads then"
+        "partition.kind = 'iid' overrides the file, in which partition.alpha = 0.5 has no effect then"
     ]
 
 

@@ -160,7 +160,7 @@ def merge_tables(base: dict[str, Any], overlay: Mapping[str, Any], path: str = "
             lost_fields = ", ".join(f"{field_path}.{name} = {old_value.pop(name)!r}" for name in unread)
             tag = alternatives.switch.field
             lines.append(
-                f"{field_path}.{tag} = {value[tag]!r} is laid over the file, whose {lost_fields} nothing reads then"
+                f"{field_path}.{tag} = {value[tag]!r} overrides the file, in which {lost_fields} has no effect then"
             )
         lines += merge_tables(old_value, value, field_path)
     return lines
