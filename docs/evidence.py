@@ -34,6 +34,7 @@ from tables.experiments import (
     ROOT,
     TRUNCATION,
     has_figures,
+    is_loss,
     paste,
     read_figures,
     read_settings,
@@ -69,10 +70,9 @@ def enter(name: str, method: str, out: Path) -> None:
     tests, diverged = find_test_runs(out)
     if not tests:
         sys.exit(f"{method} of {name} has no figures: all its {len(diverged)} test runs diverged")
-    runs = pd.concat([load_runs(folder, series="all") for folder in tests], ignore_index=True)
-    rounds = pd.concat([load_rounds(folder) for folder in tests], ignore_index=True)
+    runs, rounds = read_run_tables(tests)
     tables = {
-        ".csv": summarize_runs(runs[~runs["unseen"]], rounds),
+        ".csv": summarize_runs(runs[~runs["unseen"]], rounds, is_loss(name)),
         "-truncation.csv": observe_truncation(tests),
         "-recovery.csv": observe_recovery(tests),
         "-tuning.csv": pd.read_csv(out / "tuning.csv", dtype=str, keep_default_na=False),
@@ -94,30 +94,35 @@ def costs_of_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
     return rounds[["method", "seed", "round", "bytes_up", "bytes_down", "flops", *seconds]]
 
 
-def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
-    """The figures of finished runs."""
+def read_run_tables(folders: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read :func:`fedlowrank.load_runs`, with all series, and :func:`fedlowrank.load_rounds` of finished runs."""
     runs = pd.concat([load_runs(folder, series="all") for folder in folders], ignore_index=True)
-    rounds = pd.concat([load_rounds(folder) for folder in folders], ignore_index=True)
-    return summarize_runs(runs[~runs["unseen"]], rounds)
+    return runs, pd.concat([load_rounds(folder) for folder in folders], ignore_index=True)
 
 
-def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
+def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame, lower_is_better: bool) -> pd.DataFrame:
     """Means over clients for each run, series and evaluated round.
 
     Args:
         runs: of :func:`fedlowrank.load_runs` with ``series="all"``, of clients that can train.
         rounds: of :func:`fedlowrank.load_rounds`, of the same runs.
+        lower_is_better: whether the results are losses, see :func:`.tables.experiments.is_loss`.
 
     Returns:
         Columns method, seed, series, round; headline, whether the series is the first of its method; val and
-        test, the means over clients of the accuracy, or of the loss where there are no classes; worst, that of
-        the client with the worst test result; and bytes_up, bytes_down and flops of all rounds so far.
+        test, the means over clients of the accuracy, or of the loss; worst, that of the client with the worst
+        test result; and bytes_up, bytes_down and flops of all rounds so far.
     """
-    is_loss = runs["accuracy"].isna().all()
-    measure = "loss" if is_loss else "accuracy"
+    measure = "loss" if lower_is_better else "accuracy"
+    if runs[measure].isna().all():
+        sys.exit(
+            f"the runs have no {measure}: is_loss in docs/tables/experiments.py does not know their data"
+        )
     by_split = runs.pivot_table(measure, KEYS, "split", aggfunc="mean")
     tests = runs[runs["split"] == "test"].groupby(KEYS)[measure]
-    found = by_split.reindex(columns=["val", "test"]).assign(worst=tests.max() if is_loss else tests.min())
+    found = by_split.reindex(columns=["val", "test"]).assign(
+        worst=tests.max() if lower_is_better else tests.min()
+    )
     first = runs.groupby("method")["series"].first()
     costs = ["bytes_up", "bytes_down", "flops"]
     totals = rounds.sort_values("round").set_index(["method", "seed", "round"])[costs]
@@ -174,7 +179,9 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
     out = run_chosen(EXPERIMENTS / f"{name}.toml", FIGURES, method, seeds, RUNS / "repeated")
     tests, diverged = find_test_runs(out)
     if tests:
-        print(compare_figures(read_figures(name), _read_runs(tests)).to_string(index=False))
+        runs, rounds = read_run_tables(tests)
+        again = summarize_runs(runs[~runs["unseen"]], rounds, is_loss(name))
+        print(compare_figures(read_figures(name), again).to_string(index=False))
     for _, seed in diverged:
         print(f"{method} of {name}, seed {seed}: diverged, unlike the committed run")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,16 +29,24 @@ import pandas as pd
 from numpy.typing import NDArray
 from running import find_test_runs, keep_figures, run_chosen, run_missing, split_numbers, split_words, tune
 from scipy import stats
-from tables.experiments import describe_sources, paste, read_kept, read_sources, refuse_repeated, table_row
+from tables.experiments import (
+    ROOT,
+    describe_sources,
+    paste,
+    read_kept,
+    read_sources,
+    refuse_repeated,
+    table_row,
+)
 
 from fedlowrank.config.comparison import find_changes
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import plan_tuning
 from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.report.statistics.run_statistics import estimate
 from fedlowrank.results.client_numbers import ACCURACY
 from fedlowrank.results.records import RunRecord
 
-ROOT = Path(__file__).resolve().parents[1]
 TASKS = ROOT / "experiments" / "league"
 FIGURES = ROOT / "docs" / "results" / "league"
 RUNS = ROOT / "runs"
@@ -207,12 +214,10 @@ def task_table(rows: pd.DataFrame, settings: dict[str, str], titles: dict[str, s
         own = rows[rows["method"] == method]
         kept = own[~own["diverged"]]
         cells = [f"{rank['rank']:g}", f"{rank['low']:g}–{rank['high']:g}", titles[str(method)]]
-        if len(kept):
-            half = (
-                stats.sem(kept["accuracy"]) * stats.t.ppf(0.975, len(kept) - 1) if len(kept) > 1 else math.nan
-            )
+        accuracy = estimate(kept["accuracy"])
+        if accuracy is not None:
             cells += [
-                f"{100 * kept['accuracy'].mean():.1f} ± {100 * half:.1f}",
+                f"{100 * accuracy.mean:.1f} ± {100 * accuracy.ci:.1f}",
                 f"{100 * kept['worst'].mean():.1f}",
             ]
             cells += [f"{kept['bytes'].mean() / 1e6:.2f}", f"{kept['flops'].mean() / 1e9:.1f}"]

@@ -23,14 +23,12 @@ from typing import Any
 import pandas as pd
 import torch
 from filelock import FileLock
-from tables.experiments import read_sources, read_tried
+from tables.experiments import ROOT, read_sources, read_tried
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.merging import format_toml
 from fedlowrank.config.tuning import Setting, tuned_experiment
 from fedlowrank.core.io.atomic_files import write_atomically
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_missing(
@@ -189,7 +187,7 @@ def _git(*command: str) -> str:
 
 def find_test_runs(out: Path) -> tuple[list[Path], list[tuple[str, int]]]:
     """Folders of the finished runs with test seeds, and method and seed of each run that diverged."""
-    found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
+    found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in path.parent.name)
     states = {folder: json.loads((folder / "status.json").read_text())["state"] for folder in found}
     ended = [folder for folder, state in states.items() if state == "finished"]
     diverged = [folder for folder, state in states.items() if state == "diverged"]
@@ -251,14 +249,28 @@ def keep_rows(file: Path, method: str, rows: pd.DataFrame, order: Sequence[str])
     write_atomically(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
 
 
+def read_versions(folders: Sequence[Path]) -> dict[str, str]:
+    """Read the versions and the platform that all these runs name; end with a message if they differ."""
+    versions = {folder: json.loads((folder / "run.json").read_text())["versions"] for folder in folders}
+    first, found = next(iter(versions.items()))
+    for folder, other in versions.items():
+        if other != found:
+            sys.exit(
+                f"{first} ran with {found}, but {folder} with {other}: the figures of a method name one of them. "
+                "Remove the runs of one of the two, and run the command again."
+            )
+    return found
+
+
 def keep_source(sources: Path, file: Path, method: str, out: Path) -> None:
     """Add title, commit, machine, versions and number of diverged test runs of a method to ``NAME.json``."""
-    versions = json.loads(next(out.glob("*-s*/run.json")).read_text())["versions"]
+    ended, diverged = find_test_runs(out)
     experiment = ExperimentConfig.read(file)
-    source = json.loads((out / "source.json").read_text()) | {"versions": versions}
+    folders = [*ended, *(out / f"{name}-s{seed}" for name, seed in diverged)]
+    source = json.loads((out / "source.json").read_text()) | {"versions": read_versions(folders)}
     own = {"title": experiment.method_title(method), **source}
-    if diverged := len(find_test_runs(out)[1]):
-        own["diverged"] = diverged
+    if diverged:
+        own["diverged"] = len(diverged)
     kept = read_sources(sources) | {method: own}
     ordered = [m for m in experiment.compared_methods if m in kept]
     lines = [f"{json.dumps(m)}: {json.dumps(kept[m], ensure_ascii=False)}" for m in ordered]

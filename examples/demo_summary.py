@@ -10,21 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedlowrank import load_rounds, load_runs
+from fedlowrank import METHODS, load_rounds, load_runs
 
-TITLES = {
-    "standalone": "Standalone",
-    "ifca": "IFCA",
-    "floral": "FLoRAL",
-    "fd": "FD",
-    "pfedlora": "pFedLoRA",
-    "fedavg": "FedAvg",
-    "fedslr": "FedSLR",
-    "hetlora": "HetLoRA",
-    "flexlora": "FlexLoRA",
-    "fedhl": "FedHL",
-    "flora": "FLoRA",
-}
 IDEAS = (
     ("floral", "standalone", "Groups of clients whose labels contradict each other"),
     ("pfedlora", "standalone", "Different architectures, little data for each client"),
@@ -54,7 +41,7 @@ def summarize_idea(folder: Path, method: str, baseline: str) -> list[str]:
     order = "tied with" if abs(gap) < 0.05 else f"{abs(gap):.1f} points {'above' if gap > 0 else 'below'}"
     higher = f"above it in {(difference > 0).sum()} of {len(difference)} seeds"
     first = (
-        f"{TITLES[method]} {means[method]:.1f} %, {order} the simple baseline {TITLES[baseline]} "
+        f"{METHODS[method].title} {means[method]:.1f} %, {order} the simple baseline {METHODS[baseline].title} "
         f"({means[baseline]:.1f} %); {higher}."
     )
     ranking = "Clients' mean test accuracy: " + _join(means, "{:.1f} %")
@@ -70,13 +57,16 @@ def _describe_bytes(folder: Path) -> str:
     total = runs["bytes_down"].sum().groupby("method").mean().sort_values() / 1e6
     last = runs["bytes_down"].last().groupby("method").mean().loc[total.index] / 1e3
     parts = [
-        f"{TITLES[name]} {total[name]:.1f} MB ({last[name]:.0f} kB in the last round)" for name in total.index
+        f"{METHODS[name].title} {total[name]:.1f} MB ({last[name]:.0f} kB in the last round)"
+        for name in total.index
     ]
     return "Bytes to the clients: " + ", ".join(parts) + "."
 
 
 def _join(values: pd.Series, form: str) -> str:
-    return ", ".join(f"{TITLES[str(name)]} {form.format(value)}" for name, value in values.items()) + "."
+    return (
+        ", ".join(f"{METHODS[str(name)].title} {form.format(value)}" for name, value in values.items()) + "."
+    )
 
 
 def main() -> None:
@@ -92,7 +82,7 @@ def main() -> None:
     if arguments.language:
         ideas = [(arguments.folder, "fedhl", "hetlora", "A small language model, LoRA ranks from 16 to 1")]
     for folder, method, baseline, problem in ideas:
-        print(f"\n{TITLES[method]}: {problem}")
+        print(f"\n{METHODS[method].title}: {problem}")
         for line in summarize_idea(folder, method, baseline):
             print(f"  {line}")
 

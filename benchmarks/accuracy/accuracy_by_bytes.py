@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,6 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.ticker import FuncFormatter
-from scipy import stats
 
 from fedlowrank import METHODS, SGD, ClientInfo, Compression, Federation, Key, Method, Task, simulate
 from fedlowrank.core import tree
@@ -46,6 +46,9 @@ from fedlowrank.trust.compression import parse_stages, stage_bytes
 from fedlowrank.trust.protection import protect
 from fedlowrank.trust.trust_settings import Trust
 from fedlowrank.trust.updates import compute_update
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.seed_statistics import mean_and_half_width
 
 CLIENTS, IMAGES = 50, 32_000
 RANKS = (64, 32, 16, 16, 8)
@@ -217,14 +220,6 @@ def headline(row: dict[str, Any]) -> float:
     return float(next(iter(row["accuracy"].values()), math.nan))
 
 
-def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half-width of its 95 % interval by Student's t; NaN for one value."""
-    if len(values) < 2:
-        return values[0], math.nan
-    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
-    return float(np.mean(values)), float(half)
-
-
 def group(rows: list[dict[str, Any]]) -> dict[tuple[str, Setting], list[dict[str, Any]]]:
     """Runs that differ in the seed alone, seeds in order."""
     found: dict[tuple[str, Setting], list[dict[str, Any]]] = {}
@@ -251,7 +246,7 @@ def write_table(rows: list[dict[str, Any]]) -> list[str]:
             points = [100 * headline(row) for row in found]
             gaps = [p - 100 * headline(row) for p, row in zip(points, full, strict=False)]
             feedback = "–" if not setting.uplink else "yes" if setting.feedback else "no"
-            accuracy, gap = mean_and_interval(points), mean_and_interval(gaps)
+            accuracy, gap = mean_and_half_width(points), mean_and_half_width(gaps)
             cells = [
                 METHODS[name].title, f"`{setting.uplink}`" if setting.uplink else "none",
                 feedback, f"{size:,.0f}",
@@ -310,7 +305,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 for (of, setting), found in group(rows).items():
                     if of == name and setting.feedback and setting.family in ("none", "int8", family):
                         size = np.mean([row["bytes_up"] / row["messages"] for row in found])
-                        mean, half = mean_and_interval([100 * headline(row) for row in found])
+                        mean, half = mean_and_half_width([100 * headline(row) for row in found])
                         points.append((float(size), mean, half))
                 x, y, half = (np.array(column) for column in zip(*sorted(points), strict=True))
                 line = (0.0, (2.5, 1.5)) if place else "-"

@@ -13,4 +13,18 @@ def measure_peak() -> float:
 
 def measure_resident() -> float:
     """Measure the resident memory now, in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    return read_memory("VmRSS")
+
+
+def read_memory(field: str) -> float:
+    """Read a size from the status of this process, in MiB; Linux alone has it.
+
+    Args:
+        field: such as ``VmRSS``, the resident memory; ``VmHWM``, its peak; ``RssAnon``, its anonymous part.
+    """
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
+
+
+def reset_peak() -> None:
+    """Let the peak ``VmHWM`` begin anew at the resident memory of now."""
+    Path("/proc/self/clear_refs").write_text("5")

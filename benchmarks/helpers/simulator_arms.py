@@ -66,24 +66,23 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
     """This package: whole rounds, with all that it counts and checks."""
 
     def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+        from helpers.run_without_evaluation import RunWithoutEvaluation
+
         from fedlowrank.core.learning.optimizer import SGD
         from fedlowrank.engines import ENGINES
         from fedlowrank.methods import METHODS
-        from fedlowrank.rounds.run import Run
         from fedlowrank.rounds.run_settings import RunSettings
 
         rounds, fed = len(plan["cohorts"]), federation_of(name, *plan["x"].shape[:2])
         settings = RunSettings(
             rounds=rounds + 1, participation=plan["cohorts"].shape[1] / len(plan["x"]), evaluate_every=10**6
         )
-        run = Run(
+        run = RunWithoutEvaluation(
             METHODS["fedavg"](batch_size=int(plan["batch"]), optimizer=SGD(lr=LR)),
             fed,
             settings,
             ENGINES[engine](),
         )
-        # the first round is evaluated; not so here
-        run.is_due = lambda: False  # type: ignore[method-assign]
         for _ in range(rounds):
             clock(run.step)
         run.engine.close()

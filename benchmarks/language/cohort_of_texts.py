@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,19 +24,13 @@ import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.engines import ENGINES
-from fedlowrank.rounds.run import Run
 from fedlowrank.training import trainer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.run_without_evaluation import RunWithoutEvaluation
 
 SIZES = [(1, 32), (1, 64), (2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (8, 256)]
 """Texts and tokens of a step."""
-
-
-class Unscored(Run):
-    """A run without evaluations."""
-
-    def is_due(self) -> bool:
-        """Never."""
-        return False
 
 
 def write_texts(path: Path) -> None:
@@ -64,7 +59,8 @@ def measure(base: str, texts: Path, size: tuple[int, int], rounds: int) -> tuple
                 "defaults": {"batch_size": size[0], "steps": 20, "optimizer": {"kind": "adamw", "lr": 1e-3}},
             }
         )  # fmt: skip
-        runs.append(Unscored(made.build_method("fedhl"), made.federation(), made.run, ENGINES[engine]()))
+        method, federation = made.build_method("fedhl"), made.federation()
+        runs.append(RunWithoutEvaluation(method, federation, made.run, ENGINES[engine]()))
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for run, found in zip(runs, seconds, strict=True):

@@ -47,7 +47,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch.nn import functional
 
 from fedlowrank.config.experiment import ExperimentConfig
@@ -55,8 +54,11 @@ from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.adapter_folders import AdapterFolders
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.rounds.run import Run
 from fedlowrank.training.flops import FlopLedger
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.run_without_evaluation import RunWithoutEvaluation
+from helpers.seed_statistics import mean_and_half_width
 
 Job = tuple[str, float, int, str]  # arm, learning rate, seed, texts
 
@@ -120,14 +122,6 @@ class Uncounted(FlopLedger):
     def total(self, *_: Any) -> int:
         """None are counted."""
         return 0
-
-
-class Unscored(Run):
-    """A run without the package's scores, whose place those of this comparison take."""
-
-    def is_due(self) -> bool:
-        """Never."""
-        return False
 
 
 class Questions:
@@ -214,7 +208,8 @@ def run_arm(
     experiment = ExperimentConfig.read(HERE / "smollm2_banking.toml", [*changes, *more])
     on = experiment.federation()
     engine = ENGINES["sequential"](Uncounted())
-    run = Unscored(experiment.build_method(method), on, experiment.run, engine)
+    # the scores of this comparison take the place of the package's
+    run = RunWithoutEvaluation(experiment.build_method(method), on, experiment.run, engine)
     language: Any = run.federation.companion
     if language.loaded.notes:
         sys.exit(f"{' '.join(language.loaded.notes)} Make the folder anew with fedlowrank base smollm2")
@@ -406,8 +401,7 @@ def table(out: Path) -> str:
         return [at(arm, s, 10)[key] for s in seeds]
 
     def interval(values: list[float], digits: int) -> str:
-        mean = statistics.mean(values)
-        half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        mean, half = mean_and_half_width(values)
         return f"{mean:.{digits}f} [{mean - half:.{digits}f}, {mean + half:.{digits}f}]"
 
     lines = [

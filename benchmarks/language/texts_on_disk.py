@@ -28,7 +28,10 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.key import Key
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.tiny_models import build_tiny_model
-from fedlowrank.rounds.run import Run
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.process_memory import read_memory, reset_peak
+from helpers.run_without_evaluation import RunWithoutEvaluation
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog a sleeps does not said and one two why is river Köln in on with house red "
@@ -40,20 +43,11 @@ TEMPLATE = (
 )
 
 
-class Unscored(Run):
-    """A run without evaluations."""
-
-    def is_due(self) -> bool:
-        """Never."""
-        return False
-
-
 class PeakMemory:
     """Peaks of the resident and of the anonymous memory of this process within a block, in MiB."""
 
     def __enter__(self) -> PeakMemory:
-        # makes the kernel's peak begin anew
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         self.anonymous, self._stopped = 0.0, threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
@@ -67,11 +61,6 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._stopped.wait(0.02):
             self.anonymous = max(self.anonymous, read_memory("RssAnon"))
-
-
-def read_memory(name: str) -> float:
-    """Read a value of the kernel's status of this process, in MiB."""
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
 
 
 def write_rows(path: Path, form: str, megabytes: float) -> None:
@@ -134,7 +123,8 @@ def measure(base: str, path: str, folder: str, on_disk: bool) -> dict[str, float
         federation = experiment.federation()
     loaded = time.process_time()
     with PeakMemory() as training:
-        run = Unscored(experiment.build_method("fedit"), federation, experiment.run, ENGINES["sequential"]())
+        method = experiment.build_method("fedit")
+        run = RunWithoutEvaluation(method, federation, experiment.run, ENGINES["sequential"]())
         run.step()
     return {
         "load s": loaded - begin,

@@ -57,17 +57,15 @@ def settings_of(plan: Plan) -> Any:
 def here(engine: str, plan: Plan, clock: Clock, data: str) -> list[np.ndarray[Any, Any]]:
     """fedlowrank: whole rounds, with all that it counts, checks and charges."""
     import torch
+    from helpers.run_without_evaluation import RunWithoutEvaluation
     from trust.accuracy_by_epsilon import federation, inner, method_of
 
     from fedlowrank.data.datasets.idx import Mnist
     from fedlowrank.engines import ENGINES
-    from fedlowrank.rounds.run import Run
 
     torch.set_num_threads(1)
     fed = federation(Mnist(data).load(), int(plan["seed"]))
-    run = Run(method_of("fedavg"), fed, settings_of(plan), ENGINES[engine]())
-    # the last round is evaluated; not so here
-    run.is_due = lambda: False  # type: ignore[method-assign]
+    run = RunWithoutEvaluation(method_of("fedavg"), fed, settings_of(plan), ENGINES[engine]())
     for _ in plan["sizes"]:
         clock(run.step)
     return [t.numpy() for t in inner(run.state.server, True).values()]
@@ -339,7 +337,7 @@ def report(rows: dict[str, Any], seeds: int) -> list[str]:
     """Tables of the page."""
     from importlib.metadata import version
 
-    from trust.accuracy_by_epsilon import EPSILONS, interval
+    from trust.accuracy_by_epsilon import EPSILONS, interval_in_percent
 
     found = rows["accountants"]
     lines = [
@@ -357,7 +355,7 @@ def report(rows: dict[str, Any], seeds: int) -> list[str]:
     ]
     runs = [rows[f"seed {seed}"] for seed in range(seeds)]
     for arm in ARMS:
-        mean, width = interval([run["accuracy"][arm] for run in runs])
+        mean, width = interval_in_percent([run["accuracy"][arm] for run in runs])
         times = [t for run in runs for t in run["cpu"][arm]]
         ratios = [a / b for run in runs for a, b in zip(run["cpu"][arm], run["cpu"]["pfl"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -366,7 +364,9 @@ def report(rows: dict[str, Any], seeds: int) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
     for arm in ("vectorized", "sequential"):
         gaps = [run["accuracy"][arm] - run["accuracy"]["pfl"] for run in runs]
-        lines.append("{}, points above pfl in the same seed: {:+.2f} ± {:.2f}".format(arm, *interval(gaps)))
+        lines.append(
+            "{}, points above pfl in the same seed: {:+.2f} ± {:.2f}".format(arm, *interval_in_percent(gaps))
+        )
     plain = rows[f"plain {PLAIN}"]
     differs = {arm: f"{share:.1e}" for arm, share in plain["differs"].items() if arm != "pfl"}
     lines.append(f"without noise, after {PLAIN} rounds, weights differ from pfl's by: {differs}")

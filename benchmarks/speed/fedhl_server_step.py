@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,9 @@ from torch import Tensor
 from fedlowrank.core.key import Key
 from fedlowrank.linalg.delta import Delta, DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
 from fedlowrank.linalg.pair import Pair
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.process_memory import read_memory, reset_peak
 
 RANKS = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
 SHARE = 1 / len(RANKS)
@@ -57,22 +61,16 @@ def uploads(
     return out
 
 
-def resident(field: str) -> int:
-    """A resident size of this process in KiB, from Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
 def measured(work: Callable[[], T]) -> tuple[T, float, float]:
     """The result, CPU seconds, and GiB by which the resident size grew at most."""
     # memory that was freed but kept for reuse would hide what the work needs
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    reset_peak()
+    before = read_memory("VmRSS")
     began = time.process_time()
     result = work()
     seconds = time.process_time() - began
-    return result, seconds, (resident("VmHWM") - before) / 2**20
+    return result, seconds, (read_memory("VmHWM") - before) / 1024
 
 
 def dense_sum(blocks: list[tuple[float, Pair]], dtype: torch.dtype) -> Tensor:

@@ -85,7 +85,7 @@ def page(command: str, title: str, timings: Sequence[Timing], defaults: Sequence
 
 ## Default settings
 
-Whole runs, 14 times as long, with a run folder, evaluation and checkpoints at their defaults, against the
+Whole runs, {LONGER} times as long, with a run folder, evaluation and checkpoints at their defaults, against the
 same rounds without; median and extremes.
 
 {markdown(DEFAULTS_HEAD, defaults_rows(defaults))}

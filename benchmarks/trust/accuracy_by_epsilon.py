@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.trust.protection import Protected
 from fedlowrank.trust.trust_settings import Clipping, Privacy
 from fedlowrank.trust.updates import compute_update
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.run_without_evaluation import RunWithoutEvaluation
+from helpers.seed_statistics import mean_and_half_width
 
 CLIENTS, RATE, ROUNDS, DELTA = 1000, 0.1, 50, 1e-4
 BATCH, LR, WIDTH = 20, 0.2, 8
@@ -184,23 +189,21 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in rows if row["seed"] < args.seeds]
 
 
-def interval(values: list[float], scale: float = 100.0) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval by Student's t; no width of a single value."""
-    mean = scale * statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    spread = scale * statistics.stdev(values)
-    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+def interval_in_percent(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95 % interval, in percent, see :func:`mean_and_half_width`."""
+    return mean_and_half_width(100 * value for value in values)
 
 
 def cell(values: list[float]) -> str:
     """Mean ± half-width, in percent."""
-    return "{:.1f} ± {:.1f}".format(*interval(values)) if values else ""
+    return "{:.1f} ± {:.1f}".format(*interval_in_percent(values)) if values else ""
 
 
 def differences(values: list[float], others: list[float]) -> str:
     """Mean difference of runs with the same seed ± half-width, in points."""
-    return "{:+.2f} ± {:.2f}".format(*interval([a - b for a, b in zip(values, others, strict=True)]))
+    return "{:+.2f} ± {:.2f}".format(
+        *interval_in_percent([a - b for a, b in zip(values, others, strict=True)])
+    )
 
 
 HEAD = [
@@ -268,7 +271,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             values = [
                 [r[field] for r in rows if r["method"] == name and float(r["of"]) == e] for e in EPSILONS
             ]
-            means, widths = zip(*map(interval, values), strict=True)
+            means, widths = zip(*map(interval_in_percent, values), strict=True)
             look = styles[title]
             handles.append(
                 axes.errorbar(
@@ -277,7 +280,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 )
             )  # fmt: skip
         for name, title in alone.items():
-            mean, _ = interval([r["accuracy"] for r in rows if r["method"] == name])
+            mean, _ = interval_in_percent([r["accuracy"] for r in rows if r["method"] == name])
             look = styles[title]
             dashes = "--" if name == "standalone" else ":"
             handles.append(axes.axhline(mean, color=look.color, linestyle=dashes, linewidth=1.4))
@@ -303,10 +306,8 @@ def check(path: str) -> None:
         settings = protocol(
             seed=0, clipping=Clipping(norm=clip), privacy=Privacy("central", noise=noise, delta=DELTA)
         )
-        run = Run(method, fed, RunSettings(**settings), ENGINES["vectorized"]())
+        run = RunWithoutEvaluation(method, fed, RunSettings(**settings), ENGINES["vectorized"]())
         before = {p: t.double().numpy() for p, t in run.state.server.inner.items()}
-        # nothing needs to be evaluated
-        run.is_due = lambda: False  # type: ignore[method-assign]
         run.step()
         after = {p: t.double().numpy() for p, t in run.state.server.inner.items()}
         paths = {p.strip("/"): p for p in total}

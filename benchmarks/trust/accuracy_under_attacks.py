@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from scipy import stats
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import FedlowrankError
@@ -39,6 +39,10 @@ from fedlowrank.results.evaluation.backdoor import backdoor_success
 from fedlowrank.rounds.simulate import simulate
 from fedlowrank.trust.attacks import hostile_clients
 from fedlowrank.trust.trust_settings import Attack
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.result_pages import replace_tables
+from helpers.seed_statistics import mean_and_half_width
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ROOT / "experiments" / "trust" / "mnist-attacks.toml"
@@ -126,17 +130,9 @@ def read(path: Path, protocol: str) -> Cells:
     return found
 
 
-def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval by Student's t, NaN for one value."""
-    x = np.array(list(values))
-    if len(x) < 2:
-        return float(x.mean()), float("nan")
-    return float(x.mean()), float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5)
-
-
 def percent(values: list[float]) -> str:
     """A cell of a table."""
-    mean, half = interval(100 * v for v in values)
+    mean, half = mean_and_half_width(100 * v for v in values)
     return f"{mean:.1f} ± {half:.1f}" if len(values) > 1 else f"{mean:.1f}"
 
 
@@ -174,7 +170,7 @@ def differences(cells: Cells, method: str) -> dict[tuple[str, str], tuple[float,
             if s in means and "error" not in runs[s] and "error" not in means[s]
         ]
         if name == method and rule != "mean" and len(pairs) > 1:
-            found[attack, rule] = interval(pairs)
+            found[attack, rule] = mean_and_half_width(pairs)
     return found
 
 
@@ -284,8 +280,7 @@ def _mean(cells: Cells, key: tuple[str, str, str], field: str) -> float:
 
 def write_page(cells: Cells, page: Path) -> None:
     """Replace the page's part from the tables on, and its figures."""
-    above = page.read_text().partition(HEADING)[0] if page.exists() else "# Attacks and robust rules\n\n"
-    page.write_text(above + "\n".join(sections(cells)) + "\n")
+    replace_tables(page, "Attacks and robust rules", HEADING, "\n".join(sections(cells)) + "\n")
     folder = page.parent / "figures"
     folder.mkdir(exist_ok=True)
     draw_accuracy(cells, folder / "robustness-accuracy.svg")

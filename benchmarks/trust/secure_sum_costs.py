@@ -5,7 +5,8 @@
 All clients and the server are in one process and answer each other's messages, headers and payloads as over a network; nothing
 is sent, so no time of a network is in the numbers. Processor time is taken around each message of a client, and around the
 round without the clients. Both arms train the same model on the same examples; they alternate, the first round of each run is
-left out. Keys are of the kind of a deployment.
+left out. Keys are of the kind of a deployment. The text of the page above the table stays as it is: read it again beside new
+numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -33,6 +35,9 @@ from fedlowrank.network.messages import Order
 from fedlowrank.network.secure.signing import MemberKeys, MemberSigner
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.result_pages import replace_tables
 
 HIDDEN = {"10^4": 1250, "10^6": 125_000}
 """Width of the hidden layer by the name of a model: eight numbers for each unit, and three."""
@@ -157,7 +162,7 @@ def spread(values: Sequence[float], unit: str) -> str:
 
 
 def main() -> None:
-    """Run all, and print or write the page."""
+    """Run all, and print the table or write it on the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -183,33 +188,15 @@ def main() -> None:
                 kind = "secure" if secure else "plain"
                 rows.append(f"| {name} | {clients} | {kind} | " + " | ".join(cells) + " |")
                 print(rows[-1], flush=True)
-    text = HEAD.format(repetitions=args.repetitions, rounds=args.rounds - 1) + "\n".join([TABLE, *rows, ""])
+    settings = f"Repetitions: {args.repetitions}; counted rounds of each: {args.rounds - 1}; torch {torch.__version__}."
+    tables = "\n".join([TABLE, *rows, "", settings, ""])
     if args.out:
-        args.out.write_text(text)
+        replace_tables(args.out, TITLE, TABLE.splitlines()[0], tables)
     else:
-        print(text)
+        print(tables)
 
 
-HEAD = """# Secure sums: bytes and processor time
-
-    python benchmarks/trust/secure_sum_costs.py --out docs/results/secure-sums.md
-
-FedAvg trains one pass a round over iris with 3, 10 and 20 clients. One model has about 10^4 numbers, the other about 10^6.
-All clients and the server are in one process. Bytes are headers and payloads of all messages of a round, without the
-overhead of a transport. Processor time includes no waiting. Plain and secure runs alternate, with {repetitions} repetitions
-of {rounds} rounds; the first round of each run is excluded. Milliseconds are the median, with the range in parentheses. A
-client's time includes its training. A secure round has five exchanges with the clients instead of one. These numbers do not
-include their waiting over a network.
-
-Conclusions:
-
-- A client sends twice the bytes: 8 per number instead of 4. It also sends a few kilobytes of keys, shares and signatures,
-  which grow with the number of clients.
-- At a million numbers and 20 clients a client's processor time grows from 46 to 260 ms a round, mostly for masks. The
-  server's time does not grow, because it decodes no upload and compares no norms.
-- The machine was shared, so differences of single milliseconds mean nothing.
-
-"""
+TITLE = "Secure sums: bytes and processor time"
 
 TABLE = """| numbers | clients | rounds | bytes up, a client | bytes down, a client | ms at a client | ms at the server |
 | ---: | ---: | :--- | ---: | ---: | ---: | ---: |"""

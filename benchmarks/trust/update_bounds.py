@@ -4,7 +4,8 @@
 
 Eight honest clients of 10 to 400 examples of two of four classes each, all methods, learning rates 0.1 and 0.3. Norms are
 compared and updates shortened by the code of the server (:mod:`fedlowrank.network.validation`), within one process. Every
-variant has the same seed, data and order of examples. A reply is one client's in one round.
+variant has the same seed, data and order of examples. A reply is one client's in one round. The text of the page above the
+tables stays as it is: read it again beside new numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,11 @@ from fedlowrank.network.validation.norms import NormBound, measure_norms, relati
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.result_pages import replace_tables
+
 EXAMPLES = (10, 15, 20, 40, 60, 90, 200, 400)
+HEADING = "## Learning rate"
 UNEQUAL_RANKS = ("fedhl", "hetlora", "flexlora", "flora")
 
 
@@ -230,7 +236,7 @@ def summary(found: dict[tuple[str, float, str], Found], names: Sequence[str], lr
 
 
 def main() -> None:
-    """Run all, and print or write the page."""
+    """Run all, and print the tables or write them on the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,42 +254,23 @@ def main() -> None:
             for v in VARIANTS:
                 found[name, lr, v.title] = trial(name, lr, v, args.rounds)
             print(lr, name, [found[name, lr, v.title] for v in VARIANTS], flush=True)
-    lines = [HEAD.format(rounds=args.rounds, methods=len(names))]
+    lines = []
     for lr in rates:
         lines += [
-            f"## Learning rate {lr:g}",
+            f"{HEADING} {lr:g}",
             "",
             *summary(found, names, lr),
             "",
             *table(found, names, lr),
             "",
         ]
-    text = "\n".join(lines)
+    lines += [f"Methods: {len(names)}; rounds: {args.rounds}; torch {torch.__version__}.", ""]
+    tables = "\n".join(lines)
     if args.out:
-        args.out.write_text(text)
+        replace_tables(args.out, "Bounds on updates: what they cost honest clients", HEADING, tables)
     else:
-        print(text)
+        print(tables)
 
-
-HEAD = """# Bounds on updates: what they cost honest clients
-
-    python benchmarks/trust/update_bounds.py --out docs/results/network-bounds.md
-
-Eight honest clients have 10 to 400 examples of two of four classes each. {methods} methods run for {rounds} rounds with all
-clients in each round and one seed. Each cell has the test accuracy in percent, the mean over clients. The parentheses have
-the share of honest replies that are shortened or refused. The default is `network.limits` without changes: update_ratio 3,
-strikes 3, examples_ratio 3. With "counts promised", `network.examples` sets the counts. One seed shows the frequency of a
-bound's action, and large losses. Differences of a point mean nothing. Training has only begun after eight rounds, so a bound
-that slows it shows as a loss.
-
-Conclusions:
-
-- With promised counts the bound costs nothing; 1 % of the replies are shortened.
-- With counts that clients only claim, the bound costs accuracy if clients are as unequal as here (forty to one). A client
-  with a weight of three times the median may then only have an update of the median length.
-- Norm bounding at the median costs most.
-- Refusal at 3 loses up to a fifth of the honest replies of a method that sends factors.
-"""
 
 if __name__ == "__main__":
     main()

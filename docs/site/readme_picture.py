@@ -9,12 +9,11 @@ import argparse
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import torch
-from scipy import stats
 from sklearn.datasets import load_digits
 
 from fedlowrank import SGD, Federation, Router, methods, simulate
+from fedlowrank.report.statistics.run_statistics import curve_over_seeds
 
 matplotlib.use("svg")
 
@@ -52,12 +51,11 @@ def main() -> None:
             table = result.to_frame().query("split == 'test'").groupby("round")["accuracy"].mean()
             curves.append(100 * table)
             sent = sum(r.bytes_up + r.bytes_down for r in result.rounds)
-        rounds, values = curves[0].index, np.stack(curves)
-        mean = values.mean(0)
-        half = values.std(0, ddof=1) * stats.t.ppf(0.975, len(values) - 1) / np.sqrt(len(values))
-        axes.plot(rounds, mean, label=label)
-        axes.fill_between(rounds, mean - half, mean + half, alpha=0.2, linewidth=0)
-        print(f"{label}: {mean[-1]:.1f} ± {half[-1]:.1f} %, {sent / 1e6:.0f} MB")
+        over_seeds = curve_over_seeds(curves)
+        mean, half = over_seeds["mean"], over_seeds["ci"]
+        axes.plot(mean.index, mean, label=label)
+        axes.fill_between(mean.index, mean - half, mean + half, alpha=0.2, linewidth=0)
+        print(f"{label}: {mean.iloc[-1]:.1f} ± {half.iloc[-1]:.1f} %, {sent / 1e6:.0f} MB")
     axes.set(xlabel="round", ylabel="test accuracy, mean over clients, %", xlim=(0, ROUNDS), ylim=(0, 100))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=2)

@@ -22,6 +22,7 @@ from tables.experiments import (
     ROOT,
     costs_to,
     format_rate,
+    is_loss,
     list_seeds,
     paired_differences,
     read_figures,
@@ -121,15 +122,15 @@ def _judge_case(case: dict[str, Any]) -> Case:
         pairs = paired_differences(figures, *sides, case.get("series"), measure)
         kept = [len(results_by_seed(figures, side, case.get("series"), measure)) for side in sides]
         lost = len(seeds) - kept[0], len(seeds) - kept[1]
-        is_loss = scale == 1
+        lower_is_better = is_loss(name)
         judged = judge_difference(
             scale * pairs.to_numpy(),
             case["expected"],
-            math.nan if is_loss else MARGIN,
+            math.nan if lower_is_better else MARGIN,
             lost[0] - lost[1],
-            lower_is_better=is_loss,
+            lower_is_better,
         )
-        unit = "loss" if is_loss else "points"
+        unit = "loss" if lower_is_better else "points"
     effects = tuple(read_effect(effect) for effect in case.get("effects", ()))
     return Case(
         case["label"], name, judged, lost, effects, digits, unit, is_nearest=case.get("nearest", False)
@@ -168,7 +169,9 @@ def count_successes(case: dict[str, Any]) -> int:
         return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum())
     figures = read_figures(name)
     cost = running_costs(figures)[case["rate"]]
-    own, other = (costs_to(figures, side, case["target"], cost) for side in (method, case["against"]))
+    own, other = (
+        costs_to(figures, side, case["target"], cost, is_loss(name)) for side in (method, case["against"])
+    )
     ahead = own < other.reindex(own.index).fillna(math.inf)
     return int(ahead.sum())
 

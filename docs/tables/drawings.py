@@ -17,6 +17,7 @@ from tables.claims import Case, judge_claims, label_of
 from tables.experiments import (
     RESULTS,
     has_figures,
+    is_loss,
     last_results,
     list_experiments,
     list_methods,
@@ -24,7 +25,6 @@ from tables.experiments import (
     read_figures,
     read_titles,
     title_of,
-    unit_of,
 )
 from tables.horizons import HORIZONS, TEACHERS, find_lead
 from tables.verdicts import MARGIN
@@ -119,7 +119,7 @@ def draw_page(page: str, path: Path) -> None:
         page: name of a page, ``fedhl.md``.
         path: of the SVG.
     """
-    names = [n for n in list_experiments(page) if unit_of(n)[0] == 100.0 and not n.endswith("-own")]
+    names = [n for n in list_experiments(page) if not is_loss(n) and not n.endswith("-own")]
     titles = {name: read_titles(name) for name in names}
     rows = [names[i : i + 2] for i in range(0, len(names), 2)]
     heights = [0.9 + 0.2 * max(len(titles[name]) for name in row) for row in rows]

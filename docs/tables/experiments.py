@@ -21,6 +21,7 @@ import pandas as pd
 from scipy import integrate
 
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.data.datasets.synthetic import Synthetic
 from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
 from tables.verdicts import wilson_interval
@@ -140,7 +141,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     figures, experiment = read_figures(name), _read_experiment(name)
     sources, chosen, tune = read_sources(FIGURES / f"{name}.json"), _chosen(name), experiment.tune
     assert tune is not None, name
-    (scale, digits), costs = unit_of(name), running_costs(figures)
+    (scale, digits), costs, lower_is_better = unit_of(name), running_costs(figures), is_loss(name)
     titles = read_titles(name)
     against = f"minus {titles[baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
@@ -179,13 +180,14 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         cells.append(_mean(rows["worst"] * scale, digits))
         cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
-        cells += [_cost_to(figures, method, target, cost) for cost in costs.values()] if target else []
+        if target:
+            cells += [_cost_to(figures, method, target, cost, lower_is_better) for cost in costs.values()]
         lines.append(table_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
     unfinished = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
     return "\n".join(lines) + (
-        f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
+        f"\n\n{'Loss' if lower_is_better else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
         f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. {describe_sources(sources)}. "
         f"[Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), made by `python docs/evidence.py run {name}`. To repeat one row: "
@@ -204,15 +206,20 @@ def running_costs(figures: pd.DataFrame) -> dict[str, pd.Series]:
     return found | ({"TFLOP": figures["flops"] / 1e12} if "flops" in figures else {})
 
 
-def _cost_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -> str:
+def _cost_to(
+    figures: pd.DataFrame, method: str, target: str, cost: pd.Series, lower_is_better: bool = False
+) -> str:
     """Cost until a target method's last result; the number of seeds if not all reach it."""
-    seeds, found = last_results(figures, None).loc[target].index, costs_to(figures, method, target, cost)
+    seeds = last_results(figures, None).loc[target].index
+    found = costs_to(figures, method, target, cost, lower_is_better)
     if len(found) < len(seeds):
         return f"{len(found)} of {len(seeds)} seeds"
     return f"{found.mean():.2f}"
 
 
-def costs_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -> pd.Series:
+def costs_to(
+    figures: pd.DataFrame, method: str, target: str, cost: pd.Series, lower_is_better: bool = False
+) -> pd.Series:
     """Cost of each seed until a target method's last result is first reached; without the seeds that never reach it.
 
     Args:
@@ -220,10 +227,13 @@ def costs_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -
         method: whose cost is counted.
         target: whose last result of the same seed is to be reached.
         cost: so far, of each row of the figures.
+        lower_is_better: whether a result at or below the target's reaches it, as for losses, instead of one at or above.
     """
     goal = last_results(figures, None).loc[target]["test"]
     own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
-    reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").head(1)
+    goals = own["seed"].map(goal)
+    is_reached = own["test"] <= goals if lower_is_better else own["test"] >= goals
+    reached = own[is_reached].groupby("seed").head(1)
     return cost[reached.index].set_axis(reached["seed"])
 
 
@@ -299,10 +309,14 @@ def title_of(name: str) -> str:
     return _read_experiment(name).title
 
 
+def is_loss(name: str) -> bool:
+    """Whether an experiment's results are losses, those of a regression, and not accuracies."""
+    return isinstance(_read_experiment(name).data.source, Synthetic)
+
+
 def unit_of(name: str) -> tuple[float, int]:
     """Factor and digits of an experiment's results in a table: of losses as they are, of accuracies in percent."""
-    is_loss = _read_experiment(name).data.to_dict(False)["source"].startswith("synthetic_")
-    return (1.0, 4) if is_loss else (100.0, 1)
+    return (1.0, 4) if is_loss(name) else (100.0, 1)
 
 
 def read_sources(file: Path) -> dict[str, dict[str, Any]]:
@@ -399,4 +413,7 @@ def paste(page: Path, name: str, text: str) -> None:
     if begin not in old:
         sys.exit(f"{page}: there is no line {begin.strip()}")
     pattern = f"({re.escape(begin)}).*?({re.escape(end)})"
-    page.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old, count=1, flags=re.DOTALL))
+    new, count = re.subn(pattern, lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old, count=1, flags=re.DOTALL)
+    if not count:
+        sys.exit(f"{page}: there is no line {end} below {begin.strip()}")
+    page.write_text(new)

@@ -25,12 +25,10 @@ SPREAD = {
 
 
 def final(folder: Path) -> float | None:
-    """Mean test accuracy over clients at the last round in percent, None if the run is not finished."""
+    """Mean test accuracy over clients at the last round in percent; None if the run has none or is not finished."""
     run = RunRecord.load(folder)
-    if run.status["state"] != "finished" or not run.rounds[-1].is_evaluated:
-        return None
-    known = [a for a in run.rounds[-1].values("accuracy", split="test") if a is not None]
-    return 100 * sum(known) / len(known)
+    mean = run.rounds[-1].mean(split="test") if run.status["state"] == "finished" else None
+    return None if mean is None else 100 * mean
 
 
 def cell(runs: Path, name: str, paper: float, spread: float) -> str:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # docs/, as for its commands
+from tables.experiments import ROOT, paste
+
 PAGE = ROOT / "docs" / "how-to" / "grids.md"
 TABLE = Path("runs") / "demo-tune-tuned" / "tuning.md"
-
-
-def paste(page: str, table: str) -> str:
-    """The page with the table between its marks."""
-    begin, end = "<!-- begin tuning.md -->\n", "<!-- end tuning.md -->"
-    return re.sub(f"({begin}).*({end})", lambda m: f"{m[1]}\n{table}\n{m[2]}", page, flags=re.DOTALL)
-
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
@@ -25,4 +19,4 @@ if __name__ == "__main__":
     subprocess.run(
         [sys.executable, "-m", "fedlowrank.cli.main", "tune", str(file), "--jobs", "2"], check=True
     )
-    PAGE.write_text(paste(PAGE.read_text(), TABLE.read_text()))
+    paste(PAGE, "tuning", TABLE.read_text().rstrip("\n"))

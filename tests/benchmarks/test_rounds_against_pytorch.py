@@ -90,6 +90,7 @@ def test_the_script(
     assert "25,450" in written
     assert f"--method fedavg --models mlp25k --engines {' '.join(engines)} --rounds 1 -o {out}\n" in written
     assert "GFLOP/s" in written
+    assert "Whole runs, 2 times as long, with" in written
     assert "| vectorized |" in written
     assert f"| {USER} |" in written
     assert re.search(

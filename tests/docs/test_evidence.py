@@ -68,7 +68,7 @@ def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 @pytest.mark.full
 def test_runs_are_summarized_by_round_and_series() -> None:
-    actual = evidence.summarize_runs(*rows()).set_index(["series", "round"])
+    actual = evidence.summarize_runs(*rows(), False).set_index(["series", "round"])
     last = actual.loc["personal", 3]
     assert (last["val"], last["test"], last["worst"]) == pytest.approx((0.6, 0.7, 0.5))
     assert (last["bytes_up"], last["bytes_down"], last["flops"]) == (60, 4, 8)
@@ -77,8 +77,13 @@ def test_runs_are_summarized_by_round_and_series() -> None:
         (s, r): s == "personal" for s in ("personal", "server") for r in (1, 3)
     }
     runs, rounds = rows()
-    losses = evidence.summarize_runs(runs.assign(accuracy=np.nan, loss=runs["accuracy"]), rounds)
+    runs = runs.assign(accuracy=np.nan, loss=runs["accuracy"])
+    losses = evidence.summarize_runs(runs, rounds, True)
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
+    with pytest.raises(
+        SystemExit, match=r"the runs have no accuracy: is_loss in docs/tables/experiments\.py"
+    ):
+        evidence.summarize_runs(runs, rounds, False)
 
 
 def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_repeated_run_is_compared_in_every_round() -> None:
-    committed = evidence.summarize_runs(*rows())
+    committed = evidence.summarize_runs(*rows(), False)
     other = committed.assign(seed=8)  # a run that is not repeated
     again = committed.copy()
     again.loc[(again["series"] == "server") & (again["round"] == 1), "test"] += 0.05
@@ -121,7 +126,7 @@ def test_a_repeated_run_is_compared_in_every_round() -> None:
 def test_figures_with_a_run_twice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "FIGURES", tmp_path)
     (tmp_path / "small.json").write_text('{"m": {}}')
-    file, once = tmp_path / "small.csv", evidence.summarize_runs(*rows())
+    file, once = tmp_path / "small.csv", evidence.summarize_runs(*rows(), False)
     once.to_csv(file, index=False)
     assert len(tables.read_figures.__wrapped__("small")) == 4  # two rounds, two series
     pd.concat([once, once]).to_csv(file, index=False)
@@ -158,6 +163,35 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
     assert set(tables.running_costs(figures)) == {"MB"}
 
 
+def test_a_loss_is_reached_from_above() -> None:
+    common = {"seed": 0, "series": "personal", "headline": True}
+    losses = {"goal": [0.9, 0.5], "fast": [0.8, 0.6, 0.4], "slow": [0.9, 0.8, 0.6]}
+    rows = [
+        {**common, "method": method, "round": r, "test": loss}
+        for method, curve in losses.items()
+        for r, loss in enumerate(curve)
+    ]
+    figures = pd.DataFrame(rows)
+    # the third round is the first with at most 0.5; by the rule for accuracies it would be the first of all
+    cost = 10 * figures["round"]
+    assert tables.costs_to(figures, "fast", "goal", cost, lower_is_better=True).to_dict() == {0: 20}
+    assert tables.costs_to(figures, "slow", "goal", cost, lower_is_better=True).empty
+    assert tables.costs_to(figures, "slow", "goal", cost).to_dict() == {0: 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("<!-- end -->\n", "there is no line <!-- evidence a -->"),
+     ("<!-- evidence a -->\n", "there is no line <!-- end --> below <!-- evidence a -->"),
+     ("<!-- end -->\n<!-- evidence a -->\n", "there is no line <!-- end --> below <!-- evidence a -->")],
+)  # fmt: skip
+def test_a_page_without_the_marks_of_a_table_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        tables.paste(tmp_path / "page.md", "a", "table")
+    assert (tmp_path / "page.md").read_text() == text
+
+
 @pytest.mark.full
 def test_an_experiment_runs_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -176,6 +210,7 @@ def test_an_experiment_runs_in_parts(
 
     monkeypatch.setattr(running, "begin", begin)
     monkeypatch.setattr(evidence, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
     for name, calls in (("parts", [["fedrep"], ["fedavg"], []]), ("whole", [[]])):
         monkeypatch.setattr(evidence, "FIGURES", tmp_path / name)
         monkeypatch.setattr(evidence, "RUNS", tmp_path / name / "runs")

@@ -51,7 +51,7 @@ def test_the_python_example_plans_the_same_grid(
 @pytest.mark.full
 def test_the_table_shows_every_setting_of_the_demo() -> None:
     made = ExperimentConfig.read(ROOT / "experiments" / "demo" / "tune.toml")
-    shown = PAGE.partition("<!-- begin tuning.md -->")[2]
+    shown = PAGE.partition("<!-- evidence tuning -->")[2].partition("<!-- end -->")[0]
     rows = re.findall(r"^\| [\d.]+ \|.*$", shown, re.MULTILINE)
     assert len(rows) == len(plan_tuning(made, Path("out")))
     assert sum("chosen" in row for row in rows) == len(made.compared_methods)

@@ -16,7 +16,9 @@ import pytest
 from scipy import stats
 from torch import nn
 
+from fedlowrank import SGD, Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.methods.fedavg import FedAvg
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -79,6 +81,19 @@ class TestFloral:
         assert next(
             numbers[2:] for stem, _, method, numbers in self.cells() if (stem, method) == ("mnist-ls-reduced", "Local Adaptor")
         ) == (32.0, 2.3)  # fmt: skip
+
+    @pytest.mark.parametrize("size", [4, 0])
+    def test_a_run_is_measured_by_the_clients_that_can_train(self, size, tmp_path):
+        x, y = np.eye(4, dtype=np.float32), np.arange(4)
+        # every client can learn its training labels; of the test labels of client i the first i are others
+        labels = [np.where(y < i, (y + 1) % 4, y) for i in range(4)]
+        clients = [{"train": (x, y), "test": (x[:size], own[:size])} for own in labels]
+        federation = Federation.from_arrays(clients, nn.Linear(4, 4), classes=4)
+        method = FedAvg(epochs=20, optimizer=SGD(lr=2.0))
+        result = simulate(method, federation, rounds=1, unseen=0.25, folder=tmp_path / "run")
+        (unseen,) = result.run.excluded_from_means
+        expected = 100 * np.mean([1 - i / 4 for i in range(4) if i != unseen]) if size else None
+        assert script("floral", "docs/tables").final(tmp_path / "run") == expected
 
     def test_agreement_counts_either_way(self):
         gaps = [round(mean - paper, 1) for *_, (mean, _, paper, _) in self.cells()]

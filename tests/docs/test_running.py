@@ -33,11 +33,11 @@ def figures(tmp_path: Path) -> Path:
     return tmp_path / "figures"
 
 
-def write_ended_runs(out: Path, states: dict[str, str]) -> None:
+def write_ended_runs(out: Path, states: dict[str, str], torch: str = "2") -> None:
     """What keeping reads of a method's runs that came to their end: versions, states, commit."""
     for name, state in states.items():
         (out / name).mkdir(parents=True)
-        (out / name / "run.json").write_text('{"versions": {"torch": "2"}}')
+        (out / name / "run.json").write_text(json.dumps({"versions": {"torch": torch}}))
         (out / name / "status.json").write_text(json.dumps({"state": state}))
     (out / "source.json").write_text('{"commit": "abc", "machine": "here"}')
 
@@ -123,6 +123,38 @@ def test_two_processes_keep_methods_of_one_task(figures: Path, monkeypatch: pyte
     kept = tables.read_kept(figures, "small")
     assert kept["method"].tolist() == ["fedavg", "fedavg", "ditto", "ditto"]
     assert list(json.loads((figures / "small.json").read_text())) == ["fedavg", "ditto"]
+
+
+def keep_source(folder: Path, out: Path) -> dict[str, Any]:
+    """The line that is kept of a method's runs."""
+    (folder / "small.toml").write_text(TASK)
+    running.keep_source(folder / "kept.json", folder / "small.toml", "fedavg", out)
+    kept: dict[str, Any] = json.loads((folder / "kept.json").read_text())["fedavg"]
+    return kept
+
+
+def test_versions_are_those_of_the_runs_that_were_not_moved_aside(tmp_path: Path) -> None:
+    # below a folder whose own name ends like that of runs moved aside
+    out = tmp_path / "tuned.old-1" / "fedavg"
+    write_ended_runs(out, {"fedavg-s0.old-1": "finished", "fedavg-s1.old-2": "running"}, torch="1")
+    write_ended_runs(out, {"fedavg-s0": "finished", "fedavg-s1": "diverged"})
+    kept = keep_source(tmp_path, out)
+    assert (kept["versions"], kept["diverged"]) == ({"torch": "2"}, 1)
+
+
+@pytest.mark.parametrize("state", ["finished", "diverged"])
+def test_runs_of_two_versions_are_refused(state: str, tmp_path: Path) -> None:
+    write_ended_runs(tmp_path / "runs", {"fedavg-s0": "finished"}, torch="1")
+    write_ended_runs(tmp_path / "runs", {"fedavg-s1": state})
+    with pytest.raises(SystemExit, match=r"fedavg-s0 ran with \{'torch': '1'\}, but .*fedavg-s1 with"):
+        keep_source(tmp_path, tmp_path / "runs")
+    assert not (tmp_path / "kept.json").exists()
+
+
+def test_versions_of_runs_that_all_diverged_are_kept(tmp_path: Path) -> None:
+    write_ended_runs(tmp_path / "runs", {"fedavg-s0": "diverged", "fedavg-s1": "diverged"})
+    kept = keep_source(tmp_path, tmp_path / "runs")
+    assert (kept["versions"], kept["diverged"]) == ({"torch": "2"}, 2)
 
 
 def test_a_method_twice_for_one_seed_is_refused(figures: Path) -> None:
