@@ -28,7 +28,7 @@ from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.outcome.export import write as export
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from fedlowrank.rounds.setup.preparation import move_to_device
+from fedlowrank.rounds.setup import preparation
 from fedlowrank.training.local_data import LocalData
 from tests.data.made_datasets import federation
 
@@ -187,13 +187,14 @@ def test_texts_stay_as_they_are() -> None:
         on.pack_images()
 
 
-def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
+def test_the_run_decides_by_device_and_setting_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     images, said = federation(), list[str]()
+    monkeypatch.setattr(preparation, "tell", said.append)
     table = Federation.from_arrays([(torch.randn(400, 5), torch.arange(400) % 3)], lambda: MLP(5, (4,), 3))
 
     def is_packed(on: Federation, how: str, device: str) -> bool:
         settings: Any = SimpleNamespace(pixels=how, device=device, statistics="local")
-        made = move_to_device(on, settings, said.append)
+        made = preparation.move_to_device(on, settings)
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 
