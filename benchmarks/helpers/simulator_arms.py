@@ -66,12 +66,11 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
     """This package: whole rounds, with all that it counts and checks."""
 
     def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
-        from helpers.run_without_evaluation import RunWithoutEvaluation
-
         from fedlowrank.core.learning.optimizer import SGD
         from fedlowrank.engines import ENGINES
         from fedlowrank.methods import METHODS
         from fedlowrank.rounds.run_settings import RunSettings
+        from fedlowrank.testing.check import RunWithoutEvaluation
 
         rounds, fed = len(plan["cohorts"]), federation_of(name, *plan["x"].shape[:2])
         settings = RunSettings(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,10 +23,8 @@ import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.engines import ENGINES
+from fedlowrank.testing.check import RunWithoutEvaluation
 from fedlowrank.training import trainer
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
-from helpers.run_without_evaluation import RunWithoutEvaluation
 
 SIZES = [(1, 32), (1, 64), (2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (8, 256)]
 """Texts and tokens of a step."""

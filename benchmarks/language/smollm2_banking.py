@@ -54,10 +54,10 @@ from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.export.adapter_folders import AdapterFolders
 from fedlowrank.linalg.pair import Pair
+from fedlowrank.testing.check import RunWithoutEvaluation
 from fedlowrank.training.flops import FlopLedger
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
-from helpers.run_without_evaluation import RunWithoutEvaluation
 from helpers.seed_statistics import mean_and_half_width
 
 Job = tuple[str, float, int, str]  # arm, learning rate, seed, texts

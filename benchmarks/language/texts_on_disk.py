@@ -28,10 +28,10 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.key import Key
 from fedlowrank.engines import ENGINES
 from fedlowrank.language.tiny_models import build_tiny_model
+from fedlowrank.testing.check import RunWithoutEvaluation
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
 from helpers.process_memory import read_memory, reset_peak
-from helpers.run_without_evaluation import RunWithoutEvaluation
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog a sleeps does not said and one two why is river Köln in on with house red "

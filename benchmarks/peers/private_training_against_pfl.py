@@ -57,11 +57,11 @@ def settings_of(plan: Plan) -> Any:
 def here(engine: str, plan: Plan, clock: Clock, data: str) -> list[np.ndarray[Any, Any]]:
     """fedlowrank: whole rounds, with all that it counts, checks and charges."""
     import torch
-    from helpers.run_without_evaluation import RunWithoutEvaluation
     from trust.accuracy_by_epsilon import federation, inner, method_of
 
     from fedlowrank.data.datasets.idx import Mnist
     from fedlowrank.engines import ENGINES
+    from fedlowrank.testing.check import RunWithoutEvaluation
 
     torch.set_num_threads(1)
     fed = federation(Mnist(data).load(), int(plan["seed"]))

@@ -30,10 +30,10 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.testing.check import RunWithoutEvaluation
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
 from helpers.process_memory import measure_peak, measure_resident
-from helpers.run_without_evaluation import RunWithoutEvaluation
 
 
 @contextlib.contextmanager

@@ -40,12 +40,12 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.engines.engine import ClientJob
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.run import Run
+from fedlowrank.testing.check import RunWithoutEvaluation
 from fedlowrank.trust.protection import Protected
 from fedlowrank.trust.trust_settings import Clipping, Privacy
 from fedlowrank.trust.updates import compute_update
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
-from helpers.run_without_evaluation import RunWithoutEvaluation
 from helpers.seed_statistics import mean_and_half_width
 
 CLIENTS, RATE, ROUNDS, DELTA = 1000, 0.1, 50, 1e-4

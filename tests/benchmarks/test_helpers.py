@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers.process_memory import measure_resident, read_memory, reset_peak
 from helpers.result_pages import replace_tables
-from helpers.run_without_evaluation import RunWithoutEvaluation
 from helpers.seed_statistics import mean_and_half_width
 from scipy import stats
 from torch import nn
@@ -17,6 +16,7 @@ from fedlowrank import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.testing.check import RunWithoutEvaluation
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

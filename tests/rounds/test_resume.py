@@ -834,7 +834,9 @@ def test_a_run_is_not_extended_into_rounds_with_a_learning_rate_of_zero(tmp_path
         simulate(method, make_tiny_federation(), folder=tmp_path / "run", resume=True, rounds=20)
 
 
-def test_a_resumed_run_evaluates_in_the_same_rounds_if_nobody_was_drawn_first(tmp_path: Path) -> None:
+def test_a_resumed_run_evaluates_in_the_same_rounds_if_the_first_drew_no_client(
+    tmp_path: Path,
+) -> None:
     given: dict[str, Any] = {"rounds": 120, "participation": 0.3, "sampling": "poisson"}
     clients = len(make_tiny_federation().clients)
     seed = next(

@@ -134,10 +134,11 @@ def _describe_location(method: AnyMethod, error: Exception) -> str:
     return f" ({Path(last_frame.filename).name}:{last_frame.lineno})"
 
 
-class _UnevaluatedRun(Run):
-    """A run that never evaluates its rounds, because no check reads the accuracies."""
+class RunWithoutEvaluation(Run):
+    """A run that never evaluates its models, not even after the first and the last round."""
 
     def is_due(self) -> bool:
+        """Whether the models are to be evaluated now: never."""
         return False
 
 
@@ -177,7 +178,10 @@ class Trajectory:
             **settings,
         }
         data = small_federation(self.method.heterogeneous) if federation is None else federation
-        return _UnevaluatedRun(method or self.method, data, RunSettings(**arguments), engine or Sequential())
+        # no check reads the accuracies
+        return RunWithoutEvaluation(
+            method or self.method, data, RunSettings(**arguments), engine or Sequential()
+        )
 
     def run_rounds(self, engine: Engine, total_rounds: int = ROUNDS) -> Any:
         """Compute server state and client states after three of ``total_rounds`` rounds with an engine."""

@@ -228,14 +228,13 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
             if status.is_completed or end_message == "finished":
                 return
             if status.is_finished or end_message is not None:
-                reason = f"{status.status}: {status.details}"
-                is_refused = end_message is not None and end_message.startswith("refused: ")
+                kind, reason = "error", f"{status.status}: {status.details}"
                 if end_message is not None:
-                    reason = end_message.removeprefix("refused: ").removeprefix("error: ")
+                    kind, _, reason = end_message.partition(": ")
                 if reason.startswith("paused: "):
                     raise ProcessError(f"the run is {reason} Details: {link.log}")
                 advice = "Go on with it by --resume" if RunFolder.has_begun(run_path) else "Start it again"
-                if is_refused:
+                if kind == "refused":
                     # the reason says what to do
                     advice = "Nothing has changed"
                 raise ProcessError(f"the run failed: {reason} {advice}; details: {link.log}")
