@@ -14,6 +14,9 @@ the clients' truncated models have one of the first 250; after the last round th
 compared with the intent word by word. The *bias* of rounds 1, 5 and 10 is ‖Σ p_i W^{r_i} - W‖ / ‖W‖ over all layers: how far
 the mean of what clients begin the next round with, weighted by examples, is from the server's update W.
 
+Blocks 0 to 19 have no adapter, so that their hidden states are computed once for each text and used in all runs of a process
+(``helpers/frozen_blocks.py``); answers are written by the whole model.
+
 Two runs ended before any test: the first was interrupted, and in the second, with rates from 1e-3 to 4e-3, all seven arms
 were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2; the runs of that second one with 2e-3 and 4e-3 are kept in
 docs/results/evidence/smollm2-banking.jsonl. A third run (smollm2-banking-25.jsonl) was given only the first 25 texts to choose by
@@ -37,6 +40,7 @@ import itertools
 import json
 import math
 import queue as queues
+import re
 import statistics
 import sys
 import time
@@ -58,6 +62,7 @@ from fedlowrank.testing.check import RunWithoutEvaluation
 from fedlowrank.training.flops import FlopLedger
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # other folders of benchmarks/
+from helpers.frozen_blocks import FrozenBlocks
 from helpers.seed_statistics import mean_and_half_width
 
 Job = tuple[str, float, int, str]  # arm, learning rate, seed, texts
@@ -159,7 +164,7 @@ class Questions:
             answers = [self._tokenizer(r["intent"], add_special_tokens=False)["input_ids"] for r in rows]
             whole = [a + b + [self._tokenizer.eos_token_id] for a, b in zip(asked, answers, strict=True)]
             width = max(map(len, whole))
-            ids = torch.zeros(len(whole), width, dtype=torch.long)
+            ids = torch.full((len(whole), width), self._tokenizer.pad_token_id)
             mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
             for k, (tokens, question) in enumerate(zip(whole, asked, strict=True)):
                 ids[k, : len(tokens)], mask[k, : len(tokens)] = torch.tensor(tokens), 1
@@ -199,8 +204,9 @@ def run_arm(
     device: str,
     part: str,
     rounds: int | None = None,
+    hidden: dict[bytes, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """One run; ``part`` names the texts that are scored."""
+    """One run; ``part`` names the texts that are scored, and ``hidden`` has their hidden states of runs before."""
     start = time.perf_counter()
     _, method, changes = ARMS[arm]
     more = [f"language.path={base}", f"data.path={folder / 'train.jsonl'}", f"run.device={device}"]
@@ -214,6 +220,11 @@ def run_arm(
     if language.loaded.notes:
         sys.exit(f"{' '.join(language.loaded.notes)} Make the folder anew with fedlowrank base smollm2")
     model = language.model.to(device)
+    adapted = re.compile(experiment.lora.target_modules)
+    plain = model.get_base_model()
+    layers = [n for n, _ in plain.named_modules() if adapted.fullmatch(n)]
+    first = min(int(n.split(".")[2]) for n in layers)
+    blocks = FrozenBlocks(plain, first, {} if hidden is None else hidden)
     folders = AdapterFolders(model, language.loaded)
     scale = folders._lora.scale
     questions = Questions(language, folder / f"{part}.jsonl", device)
@@ -242,7 +253,8 @@ def run_arm(
         made = run.local_model(infos[0])
         server = made.personal() if made.server is None else made.server
         with language.use_parameters(server):
-            row: dict[str, Any] = {"round": run.round, "loss": questions.loss(model)}
+            with blocks.remembered():
+                row: dict[str, Any] = {"round": run.round, "loss": questions.loss(model)}
             if last:
                 row["exact"] = questions.exact(model)
         if part == "test" and run.round in BIAS_ROUNDS:
@@ -256,7 +268,7 @@ def run_arm(
                 rank = info.rank or 0
                 if rank not in losses and run.round in CLIENT_ROUNDS:
                     # clients of one rank have one model
-                    with language.use_parameters(own):
+                    with language.use_parameters(own), blocks.remembered():
                         losses[rank] = questions.loss(model, 250)
             norm = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
             gap = math.sqrt(sum(float((mean[n] - t).square().sum()) for n, t in whole.items()))
@@ -273,7 +285,8 @@ def run_arm(
     if part == "test":
         measure(last=False)
     for t in range(total):
-        run.step()
+        with blocks.remembered():
+            run.step()
         if t == total - 1 or (part == "test" and run.round in SERVER_ROUNDS):
             measure(last=t == total - 1 and part == "test")
     record["seconds"] = time.perf_counter() - start
@@ -284,11 +297,12 @@ def _work(queue: Any, results: Any, base: str, folder: Path, device: str, jobs: 
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.95 / jobs)
+    hidden: dict[bytes, torch.Tensor] = {}
     while (job := queue.get()) is not None:
         for attempt in range(3):
             try:
                 arm, rate, seed, *more = job
-                results.put(run_arm(arm, rate, seed, base, folder, device, *more))
+                results.put(run_arm(arm, rate, seed, base, folder, device, *more, hidden=hidden))
                 break
             except NonFiniteError as error:
                 results.put(
