@@ -161,7 +161,7 @@ def hetlora(
     that are left.
 
     Ranks are rounded down, fall by one at least and to one at most. A component that nobody sent stays what
-    it was, if means are per component.
+    it was.
     """
     ranks, top, net = list(s.ranks), max(s.ranks), s.net
     server = fresh(net, s.drawn, top)
@@ -187,17 +187,16 @@ def hetlora(
         sizes = s.sizes(list(clients))
         weights = norms if by_norm else sizes
         new = mean_factors(replies, weights)
-        if per_index:
-            new = [(b.copy(), a.copy()) for b, a in new]
-            for j in range(top):
-                have = [i for i, m in enumerate(held) if m > j]
-                for layer, (b, a) in enumerate(new):
-                    if have:
-                        some = [weights[i] for i in have]
-                        b[:, j] = mean_of([replies[i][layer][0][:, j] for i in have], some)
-                        a[j] = mean_of([replies[i][layer][1][j] for i in have], some)
-                    else:
-                        b[:, j], a[j] = server[layer][0][:, j], server[layer][1][j]
+        new = [(b.copy(), a.copy()) for b, a in new]
+        for j in range(top):
+            have = [i for i, m in enumerate(held) if m > j]
+            for layer, (b, a) in enumerate(new):
+                if not have:
+                    b[:, j], a[j] = server[layer][0][:, j], server[layer][1][j]
+                elif per_index:
+                    some = [weights[i] for i in have]
+                    b[:, j] = mean_of([replies[i][layer][0][:, j] for i in have], some)
+                    a[j] = mean_of([replies[i][layer][1][j] for i in have], some)
         server, net = new, [*net[:-1], mean_heads(heads, sizes)]
     return server, net, ranks
 

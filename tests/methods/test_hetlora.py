@@ -28,10 +28,12 @@ from .lora_setting import (
     RANKS,
     TRAINING,
     assert_hetlora_equals_reference,
+    collect_replies,
     draw_initial_a,
     federate_lora,
     run_lora,
     run_three_rounds,
+    update_server,
 )
 from .setting import LOCAL, Net, run_rounds
 
@@ -141,6 +143,20 @@ def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
     # the first component is everyone's; a mean of equal values is that value
     for n, p in run.state.server.factors.items():
         torch.testing.assert_close(p.a[0], before[n].a[0], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("per_index", [False, True])
+def test_components_that_no_client_of_a_round_holds_stay(per_index: bool) -> None:
+    """As zeros in both factors they would have no gradient, and a client of the largest rank could never train them."""
+    run = run_lora(HetLoRA, ranks=(1, 1, 1, 4), steps=1, per_index=per_index)
+    before = run.state.server
+    after = update_server(run, collect_replies(run, [0, 1, 2]))
+    for n, pair in before.factors.items():
+        assert pair.a[1:].any()
+        assert pair.b[:, 1:].any()
+        torch.testing.assert_close(after.factors[n].a[1:], pair.a[1:], rtol=0, atol=0)
+        torch.testing.assert_close(after.factors[n].b[:, 1:], pair.b[:, 1:], rtol=0, atol=0)
+        assert not torch.allclose(after.factors[n].a[0], pair.a[0])
 
 
 @pytest.mark.parametrize("alpha", [0.75, 3.0, 12.0])

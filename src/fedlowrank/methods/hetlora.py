@@ -6,13 +6,14 @@ arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the ba
     server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t download
     client i:               minimize f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs           local_update
                             if the tail became smaller than it was received: r_i ← γ r_i       local_update
-    server:                 pad every B_i, A_i with zeros to r_max,
+    server:                 pad every B_i, A_i with zeros to r_max = max r_i of S_t,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F        server_update
 
 The server's factors have scale 1: the B of an upload (of an embedding, the A) is multiplied by s_i, the scale of the
 rank that the client was sent, pruned or not. With equal ranks and weights n_i this is FedIT, whatever the scale.
 A component that few clients hold is diluted by the zeros of the others; ``per_index`` divides each component by the
-weight of the clients that hold it. γ r_i is rounded down, but a rank falls by at least one and never below one.
+weight of the clients that hold it. r_max is the largest rank of the round: a component that none of its clients holds
+stays as it is, for as zero in A and B it would have no gradient any more. γ r_i is rounded down, but a rank falls by at least one and never below one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from ..adapters.lora.lora_factors import average_present_components, lora_of
+from ..adapters.lora.lora_factors import average_present_components, keep_absent_components, lora_of
 from ..adapters.wire_format import unpack_factors
 from ..core.arguments.shares import multiply_share
 from ..core.arguments.switch import refuse_unread_field
@@ -185,10 +186,11 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """Weighted means of the padded factors."""
+        factors = server.factors
         # if the weights sum to zero, as where all products are zero, the factors stay
-        factors: Factors = server.factors if total["factors"] is None else total["factors"]
-        if self.per_index and total["factors"] is not None:
-            factors = average_present_components(factors, server.factors, total["reached"])
+        if total["factors"] is not None:
+            average = average_present_components if self.per_index else keep_absent_components
+            factors = average(total["factors"], server.factors, total["reached"])
         factors = cast_like(factors, server.factors)
         pruned_ranks = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned_ranks)

@@ -308,9 +308,21 @@ def average_present_components(
             first is that of all clients.
     """
     shares = (component_weights / component_weights[0]).tolist()
-    factors: Factors = {}
+    divided: Factors = {}
     for name, pair in means.items():
         share = pair.a.new_tensor(shares[: pair.rank])
-        b, a = torch.where(share > 0, pair.b / share, previous_factors[name].b), pair.a / share[:, None]
-        factors[name] = Pair(b, torch.where(share[:, None] > 0, a, previous_factors[name].a))
+        divided[name] = Pair(pair.b / share, pair.a / share[:, None])
+    return keep_absent_components(divided, previous_factors, component_weights)
+
+
+def keep_absent_components(means: Factors, previous_factors: Factors, component_weights: Tensor) -> Factors:
+    """Give each component that no client has its previous value; the arguments are those of the function above.
+
+    A component of which both columns of B and rows of A are zero has no gradient and would stay zero for ever.
+    """
+    factors: Factors = {}
+    for name, pair in means.items():
+        present = component_weights[: pair.rank].to(pair.a.device) > 0
+        b = torch.where(present, pair.b, previous_factors[name].b)
+        factors[name] = Pair(b, torch.where(present[:, None], pair.a, previous_factors[name].a))
     return factors
