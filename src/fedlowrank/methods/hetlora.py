@@ -13,7 +13,8 @@ The server's factors have scale 1: the B of an upload (of an embedding, the A) i
 rank that the client was sent, pruned or not. With equal ranks and weights n_i this is FedIT, whatever the scale.
 A component that few clients hold is diluted by the zeros of the others; ``per_index`` divides each component by the
 weight of the clients that hold it. r_max is the largest rank of the round: a component that none of its clients holds
-stays as it is, for as zero in A and B it would have no gradient any more. γ r_i is rounded down, but a rank falls by at least one and never below one.
+stays as it is, because with zeros in both A and B it would have no gradient any more. γ r_i is rounded down, but a rank
+falls by at least one and never below one.
 """
 
 from __future__ import annotations

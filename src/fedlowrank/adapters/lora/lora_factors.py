@@ -322,7 +322,7 @@ def keep_absent_components(means: Factors, previous_factors: Factors, component_
     """
     factors: Factors = {}
     for name, pair in means.items():
-        present = component_weights[: pair.rank].to(pair.a.device) > 0
-        b = torch.where(present, pair.b, previous_factors[name].b)
-        factors[name] = Pair(b, torch.where(present[:, None], pair.a, previous_factors[name].a))
+        is_held = component_weights[: pair.rank].to(pair.a.device) > 0
+        b = torch.where(is_held, pair.b, previous_factors[name].b)
+        factors[name] = Pair(b, torch.where(is_held[:, None], pair.a, previous_factors[name].a))
     return factors
