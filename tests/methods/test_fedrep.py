@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.learning.optimizer import SGD, AdamW
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.engines.engine import Engine
 from fedlowrank.methods.fedrep import FedRep
 from tests.golden import personal_reference
@@ -63,6 +66,23 @@ def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimizer) -> None:
     assert body.keys() == model.body_of(model.initial).keys()
     for name, p in ({**head, **body}).items():
         assert not torch.equal(p, {**state, **down}[name])
+
+
+def test_groups_of_the_head_and_of_the_body_are_those_of_their_passes() -> None:
+    """A rate of 0 for one part leaves the other as it is without groups."""
+    federation = federate_one_model()
+
+    def train(groups: dict[str, Group]) -> tuple[Any, Any]:
+        run = run_rounds(FedRep(**{**LOCAL, "optimizer": SGD(lr=LR, groups=groups)}), federation, 1)
+        return to_layers(run.state.server), [to_layers(run.state.clients[k]) for k in range(len(SIZES))]
+
+    body, heads = train({})
+    frozen = {"head.weight": Group(lr=0.0), "head.bias": Group(lr=0.0)}
+    start_head = [to_layers(federation.architectures["small"].initial)[-1:]] * len(heads)
+    assert_nested_close(train(frozen)[1], start_head)
+    assert_nested_close(train({"body.0.weight": Group(lr=LR)}), (body, heads))
+    with pytest.raises(ConfigError, match=r"optimizer.groups: \['hed.weight'\] match no parameter"):
+        train({"hed.weight": Group(lr=0.0)})
 
 
 def test_how_long_fedrep_trains_the_body_does_not_touch_the_head() -> None:

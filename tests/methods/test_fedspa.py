@@ -168,6 +168,17 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
+def test_small_gradients_of_half_precision_determine_what_grows() -> None:
+    """A learning rate times a gradient below 6e-8 is 0 in float16, and all such entries would be equal."""
+    federation = federate_one_model(torch.float16)
+    run = run_rounds(FedSpa(**{**LOCAL, "optimizer": SGD(lr=1e-7)}), federation, steps=0)
+    spy = SpyTrainer(run.engine.trainer(run.method, federation, 0, federation.infos[2]))
+    run.method.local_update(get_state(run, 2), get_download(run, 2), make_view(run, 2, 0, spy))
+    _, (_, step) = spy.seen
+    assert all(t.dtype == torch.float32 for t in step.values())
+    assert all(len(t.unique()) > t.numel() / 2 for t in step.values() if t.ndim > 1)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
 @pytest.mark.parametrize("engine_", [Sequential, Vectorized])
 def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:

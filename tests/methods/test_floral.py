@@ -42,6 +42,7 @@ from .cluster_setting import (
     get_adaptors,
 )
 from .comparisons import assert_nested_close, get_shapes, to_layers
+from .lora_setting import collect_replies, update_server
 from .run_contents import (
     get_client_states,
     get_initial_networks,
@@ -343,6 +344,27 @@ def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> N
     assert tree.equal(select_cluster(now, 3), select_cluster(start, 3))
     for c in range(3):
         assert not tree.equal(select_cluster(now, c), select_cluster(start, c))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.6, momentum=0.5), AdamW(lr=0.02, eps=1e-4, weight_decay=0.1)], ids=["sgd", "adam"]
+)
+def test_a_cluster_without_clients_keeps_its_adaptors_and_the_servers_memory_of_them(optimizer: Any) -> None:
+    method = FederatedFloral(clusters=3, rank=2, router=OPTIMAL, server_optimizer=optimizer, **LOCAL)
+    run = run_rounds(method, federate_one_model(cluster=KNOWN_CLUSTERS), steps=2)
+    replies, before = collect_replies(run), run.state.server
+    expected = update_server(run, replies)
+    actual = update_server(run, [reply for reply in replies if reply.client.cluster != 1])
+    paths = [path for path, _ in tree.leaves(before.model)]
+
+    def get_clusters(server: Any, c: int) -> list[Any]:
+        values = [[t for _, t in tree.leaves(server.model)], *server.optimizer_state.tensors]
+        return [t[c] for slot in values for path, t in zip(paths, slot, strict=True) if "/adaptors/" in path]
+
+    for c, server in ((0, expected), (1, before), (2, expected)):
+        for a, b in zip(get_clusters(actual, c), get_clusters(server, c), strict=True):
+            assert torch.equal(a, b)
+    assert not torch.equal(get_clusters(actual, 0)[0], get_clusters(before, 0)[0])
 
 
 def test_the_first_round_changes_no_base_by_adaptors_that_are_zero() -> None:

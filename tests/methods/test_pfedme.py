@@ -24,8 +24,9 @@ from .setting import LOCAL, SAMPLE, federate_one_model, run_rounds
     ("steps", "beta", "weighting", "rounds"), [(5, 1.0, "uniform", None), (1, 0.6, "examples", 7)]
 )
 def test_pfedme(steps: int, beta: float, weighting: Any, rounds: int | None, engine: type[Engine]) -> None:
+    local = {**LOCAL, "epochs": 1} if rounds else LOCAL
     method = PFedMe(
-        lam=2.0, inner_steps=steps, inner_lr=0.2, beta=beta, weighting=weighting, local_rounds=rounds, **LOCAL
+        lam=2.0, inner_steps=steps, inner_lr=0.2, beta=beta, weighting=weighting, local_rounds=rounds, **local
     )
     run = run_rounds(method, federate_one_model(), engine=engine, **SAMPLE)
     # R local rounds at clients of any size: two epochs of the smallest have but four mini-batches

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.methods.apfl import APFL
@@ -22,6 +23,7 @@ from fedlowrank.methods.feddyn import FedDyn
 from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedkd import FedKD
+from fedlowrank.methods.fednova import FedNova
 from fedlowrank.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlowrank.methods.fedper import FedPer
 from fedlowrank.methods.fedproto import FedProto
@@ -100,6 +102,42 @@ def test_bad_settings_are_refused_by_name(make: Any, settings: dict[str, Any], w
         (lambda: APFL(alpha=1.01), "alpha"),
         (lambda: APFL(alpha=float("nan")), "alpha"),
         (lambda: APFL(optimizer=AdamW()), "adaptive = true"),
+        (
+            lambda: APFL(optimizer=SGD(groups={"a": Group(weight_decay=0.1)})),
+            "leave them out of optimizer.groups.a",
+        ),
+        (
+            lambda: APFL(adaptive=False, optimizer=SGD(groups={"a": Group(lr=0.1)})),
+            "leave them out of optimizer.groups.a",
+        ),
+        (lambda: FedNova(mu=0.1, optimizer=SGD(clip=1.0)), "optimizer has clip"),
+        (
+            lambda: PFedLoRA(optimizer=SGD(groups={"fc1": Group(lr=0.1)})),
+            "set adapter_optimizer",
+        ),
+        (lambda: PFedMe(epochs=3, local_rounds=2), "pFedMe.epochs = 3 does nothing"),
+        (lambda: FederatedFloral(precondition=False, eps=0.1), "FLoRAL.eps = 0.1 does nothing"),
+        (lambda: LocalAdaptor(precondition=False, eps=0.1), "Local Adaptor.eps = 0.1 does nothing"),
+        (
+            lambda: FederatedFloral(center=True, optimizer=SGD(momentum=0.9, keep=True)),
+            "factorizes the adaptors anew",
+        ),
+        (
+            lambda: FederatedFloral(center=True, server_optimizer=SGD(lr=1.0, momentum=0.9)),
+            "server_optimizer may be plain SGD only",
+        ),
+        (
+            lambda: FederatedFloral(center=True, server_optimizer=AdamW()),
+            "server_optimizer may be plain SGD only",
+        ),
+        (
+            lambda: FederatedFloral(router=Router(keep=False), optimizer=SGD(momentum=0.9, keep=True)),
+            "learns θ anew in every round",
+        ),
+        (
+            lambda: Ensemble(router=Router(keep=False), optimizer=SGD(momentum=0.9, keep=True)),
+            "learns θ anew in every round",
+        ),
         (lambda: MOON(mu=-1.0), "mu"),
         (lambda: MOON(temperature=0.0), "temperature"),
         (lambda: FedRoD(gamma=-0.1), "gamma"),

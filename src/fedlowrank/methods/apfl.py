@@ -85,6 +85,12 @@ class APFL(Method[Params, ClientState, Params, Params]):
                 "v and w are close, and optimizer.kind = 'adamw' makes a whole step of each, rounding errors included. Use "
                 "optimizer.kind = 'sgd', with or without momentum, or set adaptive = false"
             )
+        group = self.optimizer.groups.get("a", Group())
+        if group.weight_decay or (group.lr is not None and not self.adaptive):
+            raise ConfigError(
+                f"{self.title}: the share a of the local model has no weight decay, and with adaptive = false no learning rate: "
+                "leave them out of optimizer.groups.a"
+            )
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

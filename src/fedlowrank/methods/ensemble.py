@@ -43,6 +43,7 @@ from .shared.clusters import (
     draw_models,
     find_routes,
     learn_router,
+    refuse_kept_router_momentum,
     refuse_router_group,
     require_known_cluster,
     select_cluster,
@@ -81,6 +82,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_router_group(self.optimizer, self.title)
+        refuse_kept_router_momentum(self.router, self.optimizer, self.title)
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a new client learns its router."""

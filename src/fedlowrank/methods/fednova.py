@@ -17,9 +17,9 @@ For a step with s steps left, itself included, the weight is
 
 so d_k is a mean of gradients however many steps a client takes, and a client with more examples does not count twice.
 If all clients take the same number of steps, the result is that of FedAvg. With μ > 0 the server takes τ_eff = Σ
-p_k τ_k, as the authors' code does. Weight decay and clipping are part of the gradient. Optimizers for which the
-paper gives no a_k are refused: AdamW, Nesterov's momentum, schedules within a round, and a proximal term beside
-momentum or groups of other learning rates.
+p_k τ_k, as the authors' code does. Weight decay is part of the gradient, and so is clipping with μ = 0; it would scale
+the proximal term, too. Optimizers for which the paper gives no a_k are refused: AdamW, Nesterov's momentum, schedules
+within a round, and a proximal term beside momentum, clipping or groups of other learning rates.
 
 Choices: the server computes τ_k from n_k, E and B, which it knows, so that only d_k is sent. It cannot do so where
 n_k is private (differential privacy, secure sums) or replaced by a weight (robust rules): there, set ``steps``, so
@@ -71,7 +71,9 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_options = [n for n in ("nesterov", "momentum", "groups") if getattr(self.optimizer, n, None)]
+        set_options = [
+            n for n in ("nesterov", "momentum", "groups", "clip") if getattr(self.optimizer, n, None)
+        ]
         conflicts = [n for n in set_options if n == "nesterov" or self.mu]
         conflicts += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         conflicts += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
@@ -79,7 +81,8 @@ class FedNova(Method[Params, None, Params, Params]):
             raise ConfigError(
                 f"{self.title} divides an update by the weights of its gradients, which the paper gives for SGD "
                 f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
-                f"has {', '.join(conflicts)}. Use one of the two; clip, weight decay and a schedule over rounds are fine"
+                f"has {', '.join(conflicts)}. Use one of the two; "
+                "weight decay and a schedule over rounds are fine, and clip with mu = 0"
             )
 
     @property

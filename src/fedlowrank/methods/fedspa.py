@@ -187,7 +187,7 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
             return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
 
         def loss_after_change(change: Params, batch: Batch, theta: Params) -> Tensor:
-            return task_loss(model.apply(add(theta, change), batch.x), batch)
+            return task_loss(model.apply(cast_like(add(widen(theta), change), theta), batch.x), batch)
 
         loss = supervised_loss(model)
         params = view.train(
@@ -197,7 +197,8 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         if self.prune == 0:
             return state, Upload(update, {})
         sgd = SGD(self.optimizer.learning_rate(view.round))
-        step = view.train(loss_after_change, zeros_like(params), "grow", sgd, constants=(params,))
+        # in float32, where a learning rate times a small gradient is not 0
+        step = view.train(loss_after_change, zeros_like(widen(params)), "grow", sgd, constants=(params,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         next_masks = {n: next_mask(m, params[n], step[n], rate) for n, m in state.items()}
         return next_masks, Upload(update, next_masks)

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ranks
@@ -32,6 +34,7 @@ from ..adapters.mixtures.mixture import EPS, Construction, Factor, check_ranks_o
 from ..adapters.mixtures.mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights
 from ..adapters.mixtures.parameter_budget import adaptor_warnings
 from ..adapters.mixtures.router import Router
+from ..core.arguments.switch import Switch, check_switch
 from ..core.contract import (
     NO_UPDATE,
     ClientInfo,
@@ -45,14 +48,15 @@ from ..core.contract import (
     Task,
     Update,
 )
-from ..core.learning.optimizer import SGD, Optimizer
+from ..core.learning.optimizer import SGD, Optimizer, refuse_keep
 from ..core.learning.server_optimizer import (
     ServerOptimizerState,
     check_server_optimizer,
     initial_optimizer_state,
+    refuse_memory,
     server_step,
 )
-from ..core.tree import Params, cast_like, tree_dataclass, widen
+from ..core.tree import Params, cast_like, leaves, tree_dataclass, widen
 from .shared.adaptors import build_mixed_model, build_preconditioner, find_adapted
 from .shared.clusters import (
     ClusterTotal,
@@ -60,7 +64,10 @@ from .shared.clusters import (
     compute_cluster_weights,
     contribute_by_cluster,
     find_routes,
+    find_weighted_clusters,
+    keep_unweighted_clusters,
     learn_router,
+    refuse_kept_router_momentum,
     refuse_router_group,
     require_known_cluster,
     select_cluster,
@@ -146,6 +153,15 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
         check_server_optimizer("server_optimizer", self.server_optimizer, self.title)
         refuse_router_group(self.optimizer, self.title)
+        refuse_kept_router_momentum(self.router, self.optimizer, self.title)
+        check_switch(self, Switch("precondition", {"eps": ()}), self.title)
+        if self.center:
+            reason = (
+                "with center = true the server factorizes the adaptors anew in every round, and gradients of other factors "
+                "say nothing of these"
+            )
+            refuse_keep("optimizer", self.optimizer, self.title, reason)
+            refuse_memory("server_optimizer", self.server_optimizer, self.title, reason)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
@@ -203,7 +219,10 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         return {"base": base, "adaptors": contribute_by_cluster(model["adaptors"], weights)}
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
-        """Lines 6 and 7, and a step of the server's optimizer towards their result."""
+        """Lines 6 and 7, and a step of the server's optimizer towards their result.
+
+        A cluster without weight keeps its adaptors, and the optimizer's memory of them.
+        """
         old_model = widen(server.model)
         mean_model: AdaptorModel = {
             "base": total["base"],
@@ -212,12 +231,32 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         model, optimizer_state = server_step(
             self.server_optimizer, old_model, mean_model, server.optimizer_state, view.round
         )
+        has_weight = find_weighted_clusters(total["adaptors"])
+        if not bool(has_weight.all()):
+            kept_adaptors = keep_unweighted_clusters(model["adaptors"], old_model["adaptors"], has_weight)
+            model = {"base": model["base"], "adaptors": kept_adaptors}
+            optimizer_state = self._keep_unweighted_memory(server, optimizer_state, has_weight)
         if self.center:
             weights = total["adaptors"]["weights"]
             u, a = model["base"], model["adaptors"]
             u, a = center_adaptors(u, a, weights / weights.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return ServerState(cast_like(model, server.model), optimizer_state)
+
+    def _keep_unweighted_memory(
+        self, server: ServerState, state: ServerOptimizerState, has_weight: Tensor
+    ) -> ServerOptimizerState:
+        """Give the adaptors of clusters without weight the optimizer's memory of the round before."""
+        paths = [path for path, _ in leaves(server.model)]
+        zeros = [torch.zeros_like(t) for _, t in leaves(widen(server.model))]
+        kept_tensors = [
+            [
+                keep_unweighted_clusters(new, old, has_weight) if path.startswith("/adaptors/") else new
+                for path, new, old in zip(paths, slot, old_slot or zeros, strict=True)
+            ]
+            for slot, old_slot in zip_longest(state.tensors, server.optimizer_state.tensors)
+        ]
+        return ServerOptimizerState(kept_tensors, state.count)
 
     def describe_update(self, down: AdaptorModel, client: ClientInfo, task: Task) -> Update:
         """The model {u, a}, relative to {u, a} as it was sent; π^k is no update."""

@@ -21,6 +21,7 @@ from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ran
 from ..adapters.mixtures.mixture import EPS, Construction, check_ranks_or_budgets
 from ..adapters.mixtures.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
 from ..adapters.mixtures.parameter_budget import adaptor_warnings
+from ..core.arguments.switch import Switch, check_switch
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
@@ -57,6 +58,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
+        check_switch(self, Switch("precondition", {"eps": ()}), self.title)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..adapters.pfedlora_adapter import PFedLoRAAdapter, initial_adapter, initial_adapter_from_head
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, Pass, ServerView, Task
+from ..core.errors import ConfigError
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import Optimizer
 from ..core.tree import Params
@@ -66,6 +67,14 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
     bounds = {"mu": ">= 0.5 and <= 1", "width": ">= 1"}
     heterogeneous = True
     needs_classes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer.groups and self.adapter_optimizer is None:
+            raise ConfigError(
+                f"{self.title}: optimizer.groups are of the model or of the adapter, and no parameter is in both: set "
+                "adapter_optimizer, without groups of the model"
+            )
 
     def passes(self) -> dict[str, Pass]:
         """The passes of step 1 and step 2."""

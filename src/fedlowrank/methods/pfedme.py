@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.arguments.switch import refuse_unread_field
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
@@ -66,6 +67,12 @@ class PFedMe(Method[Params, Params, Params, Params]):
     couples_examples = True
     bounds = {"lam": "> 0", "inner_steps": ">= 1", "inner_lr": ">= 0", "local_rounds": ">= 1", "beta": "> 0"}
     zero_step_settings = {"inner_lr": 0.0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local_rounds is not None:
+            condition = f"with {self.title}.local_rounds = {self.local_rounds}"
+            refuse_unread_field(self, "epochs", self.title, condition, "leave local_rounds out")
 
     contribution = average_models  # w_k, all with the same weight, or weighted by n_k
 

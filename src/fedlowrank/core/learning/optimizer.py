@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -297,6 +297,9 @@ class _Optimizer(CheckedFields):
         invalid_names = [n for n, v in rates.items() if not 0 <= v < math.inf]
         if self.clip is not None and not self.clip > 0:
             invalid_names.append("clip")
+        if self.clip == math.inf:
+            # the word of a file, which has no None
+            object.__setattr__(self, "clip", None)
         if invalid_names:
             raise ConfigError(
                 f"optimizer: {', '.join(invalid_names)} out of range; rates must be finite and not negative, clip > 0; "
@@ -327,7 +330,7 @@ class SGD(_Optimizer):
         momentum: factor on the running sum of gradients, which is reset at the start of every pass unless it is kept.
         weight_decay: multiple of the parameters added to their gradient.
         nesterov: whether to use Nesterov momentum.
-        clip: upper bound on the norm of the whole gradient, or None.
+        clip: upper bound on the norm of the whole gradient; None, or infinity (``inf`` in a file), for no clipping.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
         keep: whether each client keeps the momentum of every pass from round to round, as one ``torch.optim.SGD`` for
@@ -391,7 +394,7 @@ class AdamW(_Optimizer):
         beta2: decay of the running mean of squared gradients.
         eps: term added to the root of the running mean of squared gradients.
         weight_decay: weight decay; every step subtracts the share ``lr * weight_decay`` of each parameter.
-        clip: upper bound on the norm of the whole gradient, or None.
+        clip: upper bound on the norm of the whole gradient; None, or infinity (``inf`` in a file), for no clipping.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
         keep: whether each client keeps the running means and the number of steps of every pass from round to round,
@@ -415,8 +418,10 @@ class AdamW(_Optimizer):
 
     def __post_init__(self) -> None:
         self._check()
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0):
-            raise ConfigError(f"optimizer: beta1 and beta2 must lie in [0, 1) and eps be > 0; got {self}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 < self.eps < math.inf):
+            raise ConfigError(
+                f"optimizer: beta1 and beta2 must lie in [0, 1) and eps be > 0 and finite; got {self}"
+            )
 
     def step(
         self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
@@ -455,6 +460,21 @@ class _ByKind:
 
 Optimizer = Annotated[SGD | AdamW, _ByKind()]
 """One of the optimizers above; ``kind`` selects it in a configuration file, with the default ``sgd``."""
+
+
+def drop_groups(optimizer: Optimizer, frozen_paths: Sequence[str], trained_paths: Sequence[str]) -> Optimizer:
+    """Leave out groups that match only parameters that a pass does not train, because another pass trains them.
+
+    Args:
+        optimizer: optimizer of both passes.
+        frozen_paths: JSON pointers of the parameters that the pass does not train.
+        trained_paths: those of the parameters that it trains.
+    """
+    matched_frozen, matched_trained = (
+        {optimizer._group(path)[0] for path in paths} for paths in (frozen_paths, trained_paths)
+    )
+    groups = {n: g for n, g in optimizer.groups.items() if n not in matched_frozen - matched_trained}
+    return replace(optimizer, groups=groups)
 
 
 def refuse_keep(path: str, optimizer: Any, title: str, reason: str) -> None:

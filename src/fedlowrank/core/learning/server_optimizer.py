@@ -55,6 +55,24 @@ def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
         )
 
 
+def refuse_memory(path: str, optimizer: Optimizer, title: str, reason: str) -> None:
+    """Refuse a server's optimizer that remembers earlier rounds, where their gradients are those of other parameters.
+
+    Args:
+        path: path of the setting.
+        optimizer: optimizer of the server.
+        title: title of the method.
+        reason: reason why the method cannot use what is remembered.
+
+    Raises:
+        ConfigError: if the optimizer is AdamW, or SGD with momentum.
+    """
+    if not isinstance(optimizer, SGD) or optimizer.momentum:
+        raise ConfigError(
+            f"{title}: {path} may be plain SGD only, because {reason}. Leave {path}.momentum and kind out"
+        )
+
+
 def server_step(
     optimizer: Optimizer, old: T, mean: T, state: ServerOptimizerState, round: int
 ) -> tuple[T, ServerOptimizerState]:

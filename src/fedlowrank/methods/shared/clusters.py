@@ -14,7 +14,7 @@ from ...core import tree
 from ...core.contract import Batch, ClientInfo, ClientView, Contribution, Mean, Model, Sum, Task
 from ...core.errors import ConfigError, TaskError
 from ...core.learning.batch_losses import example_losses, sum_losses, task_loss
-from ...core.learning.optimizer import SGD, Group, Optimizer
+from ...core.learning.optimizer import SGD, Group, Optimizer, refuse_keep
 from ...core.tree import Params
 
 T = TypeVar("T")
@@ -149,6 +149,15 @@ def build_known_route(title: str, client: ClientInfo, cluster_count: int) -> Ten
     return torch.eye(cluster_count)[require_known_cluster(title, client, cluster_count)]
 
 
+def refuse_kept_router_momentum(router: Router, optimizer: Optimizer, title: str) -> None:
+    """Raise ConfigError if θ begins at 0 in every round and the optimizer would move it by gradients of earlier rounds."""
+    if router.trains_theta and not router.keep:
+        reason = (
+            "with router.keep = false a client learns θ anew in every round, and old gradients would move it"
+        )
+        refuse_keep("optimizer", optimizer, title, reason)
+
+
 def find_routes(title: str, router: Router, client: ClientInfo, pi: Tensor, cluster_count: int) -> Tensor:
     """Find a client's share of every cluster; with optimal routing, ``pi`` is the share of its own cluster alone."""
     return pi if router.routing == "learned" else build_known_route(title, client, cluster_count)
@@ -192,12 +201,34 @@ def average_clusters(old_value: T, total: ClusterTotal[T]) -> T:
         old_value: tree whose tensors begin with the axis of clusters, ``[C, ...]``.
         total: total of the contributions by :func:`contribute_by_cluster`.
     """
-    weights = total["weights"].tolist()
     values = [
-        a if a is not None and w > MIN_CLUSTER_SHARE * sum(weights) else select_cluster(old_value, c)
-        for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
+        a if a is not None and has_weight else select_cluster(old_value, c)
+        for c, (a, has_weight) in enumerate(
+            zip(total["means"], find_weighted_clusters(total).tolist(), strict=True)
+        )
     ]
     return tree.map_leaves(lambda *ts: torch.cat(ts), values[0], *values[1:])
+
+
+def find_weighted_clusters(total: ClusterTotal[Any]) -> Tensor:
+    """Find the clusters that a round updates: those with a weight ``[C]``, bool."""
+    weights = total["weights"]
+    return weights > MIN_CLUSTER_SHARE * weights.sum()
+
+
+def keep_unweighted_clusters(new_value: T, old_value: T, has_weight: Tensor) -> T:
+    """Give the clusters without weight their old value.
+
+    Args:
+        new_value: tree whose tensors begin with the axis of clusters, ``[C, ...]``.
+        old_value: tree like it.
+        has_weight: whether a cluster has weight, ``[C]``, bool.
+    """
+
+    def select(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(has_weight.to(new.device).reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return tree.map_leaves(select, new_value, old_value)
 
 
 def select_cluster(value: T, cluster: int) -> T:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...core.contract import AnyMethod, Batch, ClientInfo, ClientModel, ClientView, Task
 from ...core.learning.batch_losses import task_loss
-from ...core.learning.optimizer import Optimizer
-from ...core.tree import Params
+from ...core.learning.optimizer import Optimizer, drop_groups
+from ...core.tree import Params, leaves
 
 
 def initial_body(method: AnyMethod, task: Task) -> Params:
@@ -50,4 +50,6 @@ def train_part(
     def loss(trained: Params, batch: Batch, frozen: Params) -> Tensor:
         return task_loss(model.apply(trained | frozen, batch.x), batch)
 
+    frozen_paths, trained_paths = ([path for path, _ in leaves(part)] for part in (frozen_part, trained_part))
+    optimizer = drop_groups(optimizer, frozen_paths, trained_paths)
     return view.train(loss, trained_part, pass_name, optimizer, constants=(frozen_part,))
