@@ -39,6 +39,7 @@ TUNES_FACTORS = {"fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "
 DONE = sorted(path.stem for path in league.FIGURES.glob("*.json"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task", league.ORDER)
 def test_every_method_has_the_same_budget(task: str) -> None:
     experiment = ExperimentConfig.read(league.TASKS / f"{task}.toml")

@@ -65,6 +65,7 @@ def on_disk(folder: Path, **places: str) -> dict[str, Any]:
     return {"device_map": PLACES | places, "offload_folder": str(folder / "offload")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "tables"),
     [

@@ -46,6 +46,7 @@ def dense(llama: Path, tmp_path_factory: pytest.TempPathFactory, library: Any) -
     return folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", OF_UNEQUAL_RANKS + OF_ONE_RANK)
 def test_training_on_a_4bit_base_is_that_on_its_weights_made_dense(
     method: str, llama: Path, dense: Path, tmp_path: Path

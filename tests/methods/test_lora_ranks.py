@@ -121,6 +121,7 @@ def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
         run_lora(kind, 0, ranks=(2, 2, 3, 2))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 @pytest.mark.parametrize("scaling", ["equal", "alpha"])
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])

@@ -57,6 +57,7 @@ def minimize_by_proximal_gradient(federation: Federation, weight: float, norm: s
     return w
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1), SGD(lr=0.05, momentum=0.9), SGD(lr=0.05, momentum=0.8, nesterov=True)]
@@ -77,6 +78,7 @@ def test_momentum_leaves_the_penalty_of_lpgd_its_weight(
     np.testing.assert_allclose(run.state.server["weight"].numpy(), expected, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 @pytest.mark.parametrize("norm", ["sparse", "low_rank"])
 def test_momentum_leaves_the_personal_penalty_of_fedslr_its_weight(norm: Any, engine: type[Engine]) -> None:

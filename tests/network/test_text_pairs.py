@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", CASES)
 def test_a_network_is_the_simulation(loss: str, tmp_path: Path) -> None:
     task, names, metric = CASES[loss]

@@ -76,6 +76,7 @@ def test_a_server_that_counts_local_steps_takes_no_weights_for_numbers_of_exampl
     np.testing.assert_allclose(vector(actual.state.server), vector(expected.state.server), atol=1e-6)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", [row[0] for row in build_trust_table()["rows"] if row[1] == "yes"])
 def test_the_table_says_which_methods_have_secure_sums_over_a_network(name: str) -> None:
     method = METHODS[name]()

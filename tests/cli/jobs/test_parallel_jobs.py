@@ -62,6 +62,7 @@ def test_two_jobs_have_the_bits_of_one_and_errors_stay_with_their_run(capsys: Ca
     assert [row.split(",")[1] for row in csv[0]] == [row.split(",")[1] for row in csv[1]]
 
 
+@pytest.mark.full
 def test_workers_show_every_warning_of_the_package(capsys: Capsys) -> None:
     pytest.importorskip("flwr")
     arguments = ["compare", write(Path()), "run.secure.on=true", "run.secure.bits=8", "--methods", "fedavg"]

@@ -73,6 +73,7 @@ def test_every_recipe_is_tried_here() -> None:
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_chat_recipe_trains_two_steps(name: str, llama: Path, tmp_path: Path) -> None:
     conversations(tmp_path)

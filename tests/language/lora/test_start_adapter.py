@@ -109,6 +109,7 @@ def plain_logits(base: Path) -> Tensor:
     return actual
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("method", "lora"),
     [(m, {}) for m in (*FIXED_RANK, *ANY_RANK, "standalone", "fedavg")]

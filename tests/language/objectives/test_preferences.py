@@ -319,6 +319,7 @@ def test_a_batch_is_as_wide_as_its_longest_response() -> None:
         assert size_of(batch) == data.size(index) == (len(index), width)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("loss", [DPO, ORPO])
 @pytest.mark.parametrize("method", ["fedhl", "hetlora", "flexlora", "flora", "ditto", "fedem", "floral"])
 def test_methods_learn_preferences(llama: Path, tmp_path: Path, loss: dict[str, Any], method: str) -> None:

@@ -216,6 +216,7 @@ def test_sampling_is_repeatable(tmp_path, lm_eval, tokenizer):
     assert actual[0].decoding.startswith("sampled at temperature 0.8, top-p 0.9, key 0,")
 
 
+@pytest.mark.full
 def test_tasks_that_cannot_be_loaded_are_named(tmp_path, lm_eval, tokenizer):
     model = llama(len(tokenizer))
     path = write(tmp_path / "test.jsonl", [{"question": "a", "answer": "b"}])

@@ -82,6 +82,7 @@ def test_two_rounds_of_one_step_are_sgd_on_the_loss_of_the_paper(llama: Path, tm
             torch.testing.assert_close(actual[name], p.detach(), rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "more"),
     [
@@ -248,6 +249,7 @@ def test_a_weight_of_the_loss_multiplies_its_gradient(llama: Path, tmp_path: Pat
         torch.testing.assert_close(steps[1][name], 3 * step, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [

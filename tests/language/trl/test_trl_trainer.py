@@ -60,6 +60,7 @@ def equal_ranks(tables: dict[str, Any]) -> dict[str, Any]:
     return tables
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fedhl", "flora", "hetlora", "standalone"])
 def test_models_are_those_of_own_steps(method: str, llama: Path, tmp_path: Path) -> None:
     tables = make_causal_tables(llama, tmp_path, method=method)
@@ -292,6 +293,7 @@ def test_a_trainer_of_one_s_own_comes_again_with_the_seed_and_leaves_nothing(
     assert len(set(draws[0])) == len(draws[0])
 
 
+@pytest.mark.full
 def test_optimizers_of_transformers_take_the_method_s_rates(llama: Path, tmp_path: Path) -> None:
     tables = make_causal_tables(llama, tmp_path)
     tables["language"]["trainer_args"] = {"optim": "adafactor"}
@@ -304,6 +306,7 @@ def test_optimizers_of_transformers_take_the_method_s_rates(llama: Path, tmp_pat
     assert not torch.allclose(still[0], made[0], atol=1e-3)
 
 
+@pytest.mark.full
 def test_arguments_of_an_optimizer_are_those_of_torch(llama: Path, tmp_path: Path) -> None:
     """``optim_args`` of SGD: the same models as with the momentum in the settings of the method."""
     tables = make_causal_tables(llama, tmp_path, defaults={"optimizer": {"kind": "sgd", "lr": 0.5}})
@@ -401,6 +404,7 @@ def test_a_trainer_of_somebody_else_is_not_imported(section: str, llama: Path, t
         ExperimentConfig.parse(tables, allow_code=False)
 
 
+@pytest.mark.full
 def test_dropout_and_noise_are_no_terms_of_the_loss(llama: Path, tmp_path: Path) -> None:
     tables = make_causal_tables(
         llama, tmp_path, language={"trainer": "trl", "neftune": 5.0}, lora={"lora_dropout": 0.3}
@@ -440,6 +444,7 @@ def test_factors_stay_in_their_type_and_hooks_are_taken_off(llama: Path, tmp_pat
     assert model.module.generation_config.to_dict() == before
 
 
+@pytest.mark.full
 def test_a_loss_of_routers_is_not_added(llama: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
