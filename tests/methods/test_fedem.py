@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedlowrank import simulate
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.methods import fedem
+from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM, shares_of_examples
 from tests.golden import floral_reference as reference
 from tests.golden.reference import forward, softmax
@@ -132,6 +134,29 @@ def test_fedem_of_a_regression_mixes_outputs() -> None:
         assert_nested_close(
             predictor(run.method, *get_client_inputs(run, k))(federation.clients[k].train.x).detach(), mean
         )
+
+
+def ordinal(scores: Tensor, targets: Tensor) -> Tensor:
+    """Thresholds: score k is the log-odds of a label above k."""
+    is_above = (targets[:, None] > torch.arange(scores.shape[1])).float()
+    return functional.binary_cross_entropy_with_logits(scores, is_above, reduction="none").mean(1)
+
+
+@pytest.mark.parametrize("outputs", [1, CLASSES - 1, CLASSES])
+def test_fedem_with_a_loss_of_the_users_own_mixes_outputs(outputs: int) -> None:
+    federation = Federation.from_arrays(make_arrays(), lambda: Net(WIDTH, classes=outputs), loss=ordinal)
+    run = run_rounds(FedEM(clusters=2, **LOCAL), federation, rounds=2)
+    for k, client in enumerate(federation.clients):
+        networks, pi = get_networks(run.state.server), run.state.clients[k]
+        x = client.test.x.double().numpy()
+        mean = sum(p * forward(net, x)[1] for p, net in zip(pi.tolist(), networks, strict=True))
+        assert_nested_close(predictor(run.method, *get_client_inputs(run, k))(client.test.x).detach(), mean)
+    # one component is FedAvg
+    fedem, fedavg = (
+        simulate(method, federation, rounds=2).rounds[-1].values("loss", split="test")
+        for method in (FedEM(clusters=1, **LOCAL), FedAvg(**LOCAL))
+    )
+    np.testing.assert_allclose(fedem, fedavg, rtol=1e-5)
 
 
 class WithDropout(Net):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,12 @@ from torch.nn import functional as F
 from fedlowrank import METHODS, SGD, Federation, Loss, simulate
 from fedlowrank.core.arguments.user_code import import_named
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError, LossError, TaskError
+from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.methods.fedkd import FedKD
+from fedlowrank.methods.fedproto import FedProto
+from fedlowrank.methods.fedrod import FedRoD
+from fedlowrank.methods.fml import FML
 from fedlowrank.report.figures.data_figures import plot_embeddings
 from fedlowrank.results.records import RunRecord
 from fedlowrank.rounds.outcome.result import Result
@@ -404,6 +410,32 @@ def test_methods_of_classes_say_why_they_refuse(name: str) -> None:
             simulate(name, federation, rounds=1)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [FD(), FML(), FedKD(), FedRoD(), FedProto(inference="nearest"), FedProto(inference="nearest_own")],
+    ids=["fd", "fml", "fedkd", "fedrod", "fedproto nearest", "fedproto nearest_own"],
+)
+def test_methods_that_exchange_class_scores_refuse_fewer_scores_than_classes(method: Any) -> None:
+    def ordinal(scores: Tensor, y: Tensor) -> Tensor:
+        is_above = (y[:, None] > torch.arange(scores.shape[1])).float()
+        return F.binary_cross_entropy_with_logits(scores, is_above, reduction="none").mean(1)
+
+    def two_layers(outputs: int) -> nn.Module:
+        return nn.Sequential(OrderedDict(body=nn.Linear(4, 5), head=nn.Linear(5, outputs)))
+
+    data = clients(vectors, labels)
+    fits, lacks = (
+        Federation.from_arrays(data, two_layers(n), loss=loss, head="head")
+        for n, loss in ((3, fourth_power), (2, ordinal))
+    )
+    simulate(method, fits, rounds=1)
+    message = rf"{method.title} needs one score for each class, and model model makes \[1, 2\].*3 classes"
+    with pytest.raises(TaskError, match=message):
+        simulate(method, lacks, rounds=1)
+    # prototypes by label need no class scores
+    assert simulate("fedproto", lacks, rounds=1).accuracy() == [None, None]
+
+
 def test_smoothed_labels_and_missing_classes_do_not_meet() -> None:
     data = clients(vectors, labels)
     with pytest.raises(TaskError, match=r"FedRoD.*label smoothing"):
@@ -503,3 +535,35 @@ def test_real_targets_have_no_embedding_plot(loss: str, tmp_path: Path) -> None:
     assert (actual["label"].shape, actual["client"].tolist()) == ((8, 3), [0] * 4 + [1] * 4)
     group: Any = SimpleNamespace(first=stored)
     assert plot_embeddings([group]) == []
+
+
+class Margin(nn.Module):
+    """A loss with a class center and a temperature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers, self.temperature = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.ones(()))
+
+    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        cosines = F.normalize(scores) @ F.normalize(self.centers).T
+        return F.cross_entropy(cosines * self.temperature, targets, reduction="none")
+
+
+def test_a_loss_with_trainable_parameters_is_refused_and_a_frozen_one_is_not() -> None:
+    margin = Margin()
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    data = [(x, torch.arange(12) % 3)] * 2
+    model = nn.Linear(4, 8)
+    losses: list[Any] = [margin, lambda scores, y: margin(scores, y), margin.forward]
+    for loss in losses:
+        with pytest.raises(ConfigError, match=r"trainable parameters of its own.*requires_grad_\(False\)"):
+            Federation.from_arrays(data, model, loss=loss)
+    margin.requires_grad_(False)
+    state, before = torch.get_rng_state(), margin.centers.clone()
+    federation = Federation.from_arrays([{"train": pair, "test": pair} for pair in data], model, loss=margin)
+    record = simulate("fedavg", federation, rounds=1).rounds[0]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(margin.centers, before)
+    with torch.no_grad():
+        expected = float(margin(model(x), data[0][1]).mean())
+    assert record.mean("loss", split="test") == pytest.approx(expected, rel=1e-5)

@@ -221,3 +221,14 @@ def test_inputs_that_are_not_finite(value: float) -> None:
     x[1, 2] = value
     with pytest.raises(DataError, match=r"a NaN or an infinity in the inputs, in 1 of 3.*example 1"):
         result.predict(0, x)
+
+
+def test_a_client_is_a_whole_number_of_any_kind_or_a_name() -> None:
+    result = simulate("fedavg", federation(), rounds=1)
+    for number in (np.int64(1), torch.tensor(1), np.array(1)):
+        assert torch.equal(result.predict(number), result.predict(1))
+    for given in (1.0, np.float64(1), None, [1]):
+        with pytest.raises(ConfigError, match="whole number such as 0"):
+            result.predict(given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no client 9"):
+        result.predict(9)

@@ -43,7 +43,7 @@ from ..core.contract import (
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass
-from .shared.class_statistics import check_class_labels, zero_rows_per_class
+from .shared.class_statistics import check_class_labels, check_class_scores, zero_rows_per_class
 
 
 @tree_dataclass
@@ -91,7 +91,8 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> ServerState:
-        """No output is known; raises TaskError if models differ in their number of outputs or their type."""
+        """No output is known; raises TaskError if models differ in their outputs or type, or lack outputs for classes."""
+        check_class_scores(self.title, task)
         counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
         if len(set(counts.values())) > 1:
             counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())

@@ -13,8 +13,9 @@ form, 2).
 
 The E-step takes the models received and π_k of the round before. Its q stays fixed during local training: every
 batch recomputes the q of its examples from those models in inference mode, which costs C more forward passes.
-Scores are the logarithm of the mixture. A client without π_k begins at even shares; a client that never took part
-takes ``unseen_steps`` EM steps on π_k alone, on its training data, before it infers.
+Scores are the logarithm of the mixture. With a loss of the user's own, whose scores may be no classes, outputs are
+mixed as in a regression. A client without π_k begins at even shares; a client that never took part takes
+``unseen_steps`` EM steps on π_k alone, on its training data, before it infers.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
                 return yes - no
             if task.loss.is_preference:
                 return task.loss.mix_preferences(outputs, pi.to(outputs).log())
-            if _is_regression(task, outputs):
+            # only a function of the user's own knows what its scores mean
+            if _is_regression(task, outputs) or task.loss.is_custom:
                 return (outputs * shares).sum(1)
             axis = class_axis(outputs[:, 0]) + 1
             return (outputs.log_softmax(axis) + shares.log()).logsumexp(1)

@@ -44,7 +44,7 @@ from ..core.contract import (
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen
 from .shared.averaging import Weighting
-from .shared.class_statistics import check_class_labels, zero_rows_per_class
+from .shared.class_statistics import check_class_labels, check_class_scores, zero_rows_per_class
 
 
 @tree_dataclass
@@ -94,7 +94,9 @@ class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> Prototypes:
-        """No prototype is known."""
+        """No prototype is known; raises TaskError if scores by prototypes are no scores of the models' form."""
+        if self.inference != "classifier":
+            check_class_scores(self.title, task)
         mean = zero_rows_per_class(self.title, task, task.common_width(self.title))
         return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=mean.device))
 

@@ -13,8 +13,8 @@ H.-Y. Chen, W.-L. Chao. ICLR 2022. arXiv:2107.00778, Algorithm 1, linear persona
 
 n_{k,c} is the number of the client's training examples of class c. The score of a class that it does not have, such as
 an output beyond the classes, becomes -∞, so that its loss moves no weight of that class. γ = 1 is balanced softmax; γ =
-0 is cross-entropy, and θ is then FedAvg's model. Only training adds γ log n_{k,c}. The gradient of the second loss
-reaches h_k alone.
+0 is cross-entropy, and θ is then FedAvg's model, unless ``clip`` bounds the gradient, which is that of θ and h_k
+together. Only training adds γ log n_{k,c}. The gradient of the second loss reaches h_k alone.
 
 Choices: h_k begins at zero, so that a client that never took part infers by the generic model. The generic
 head must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g + h_k in
@@ -32,6 +32,7 @@ from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, 
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, add, map_leaves, numel, tree_dataclass, wide_type, zeros_like
+from .shared.class_statistics import check_class_scores
 
 
 @tree_dataclass
@@ -67,6 +68,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
                 f"{self.title} gives a class that a client lacks the score -∞, and label smoothing asks for a part of "
                 "every class. Leave loss.label_smoothing out, or choose another method"
             )
+        check_class_scores(self.title, task)
         model = task.common_model(self.title)
         layers = model.head_layers()
         head = list(model.module.get_submodule(str(model.head_name)).parameters())

@@ -16,7 +16,7 @@ classes again. In a heterogeneous federation the meme is the smallest architectu
 2), or the one named.
 
 Choices: memes are averaged with the weights n_k, as in FedAvg, over the sampled clients; private models of
-clients of one architecture begin with the same initial weights.
+clients of one architecture begin with the same initial weights. Clipping bounds the gradient of both models together.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import kl_divergence, task_loss
 from ..core.tree import Params, tree_dataclass
+from .shared.class_statistics import check_class_scores
 
 
 @tree_dataclass
@@ -59,7 +60,8 @@ class FML(Method[Params, Params, Params, Params]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
-        """The meme model m^0."""
+        """The meme model m^0; raises TaskError if a model has fewer outputs than classes."""
+        check_class_scores(self.title, task)
         return task.smallest_model(self.meme).initial
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:

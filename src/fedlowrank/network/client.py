@@ -741,10 +741,12 @@ class ClientRuntime:
     def _evaluate(self, local_model: LocalModel) -> ClientTable:
         """Evaluate the client's models and round the results as the site's settings say."""
         run, task = self.experiment.run, self.federation.task(self.experiment.run.rounds)
-        metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
+        metrics = choose_metrics(
+            run.metrics, self.data.train, task.classes, task.loss, models=task.architectures.values()
+        )
         # on the device of the models
         info, data = self.federation.infos[self.client], self.federation.clients[self.client]
-        evaluation = evaluate_client(local_model, info, data, metrics, task.loss)
+        evaluation = evaluate_client(local_model, info, data, metrics, task.loss, task.classes)
         if (label_counts := count_labels_by_split(data, task.loss)) is not None:
             label_columns = [
                 Column(COUNTED_LABELS, "", split, [n]) for split, n in zip(SPLITS, label_counts, strict=True)

@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..core.arguments.user_code import import_named
+from ..core.contract import EngineModel
 from ..core.errors import ConfigError, did_you_mean
-from ..core.learning.losses import AUTO, Loss
+from ..core.learning.losses import AUTO, Loss, class_axis
 from ..data.dataset import Examples
 from .client_numbers import CLIENT_NUMBERS, ClientNumber, reserved_names
 
@@ -390,12 +392,31 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def has_standard_scores(scores: Tensor, y: Tensor, class_count: int) -> bool:
+    """Whether scores have the form that accuracy, named metrics and predictions assume.
+
+    With a loss of the user's own, scores may have any form, such as one logit, thresholds or an embedding.
+
+    Args:
+        scores: scores of some examples.
+        y: targets of the examples.
+        class_count: number of classes; 0 for a regression.
+
+    Returns:
+        True for one score for each class beside every label, and for outputs in the shape of real targets.
+    """
+    if y.is_floating_point():
+        return scores.shape == y.shape
+    return scores.ndim > 1 and scores.movedim(class_axis(scores), -1).shape == (*y.shape, class_count)
+
+
 def choose_metrics(
     names: Sequence[str],
     examples: Examples,
     class_count: int,
     loss: Loss = AUTO,
     functions: OwnMetrics | None = None,
+    models: Iterable[EngineModel] = (),
 ) -> dict[str, Metric]:
     """Choose the metrics of those names for a task.
 
@@ -405,9 +426,10 @@ def choose_metrics(
         class_count: number of classes; 0 for a regression.
         loss: loss of the task, which says whether real targets are several labels for each example.
         functions: functions of the user's own, by name.
+        models: architectures of the clients, whose scores may have any form if the loss is a function of the user's own.
 
     Raises:
-        ConfigError: if a metric does not suit the task, or if its function cannot be imported.
+        ConfigError: if a metric does not suit the task or the scores of a model, or if its function cannot be imported.
     """
     if (names or functions) and loss.predicts_tokens(examples.y):
         raise ConfigError(
@@ -435,7 +457,30 @@ def choose_metrics(
                 f"run.metrics: {name} needs more than {metric.min_classes} classes, and these data have {class_count}; "
                 "leave it out"
             )
+    needs_standard_scores = [name for name, metric in metrics.items() if metric.task != "any"]
+    if loss.is_custom and needs_standard_scores:
+        _check_scores_of_models(needs_standard_scores[0], models, examples, class_count)
     return metrics
+
+
+def _check_scores_of_models(
+    name: str, models: Iterable[EngineModel], examples: Examples, class_count: int
+) -> None:
+    """Raise ConfigError if a model's scores of one example are not those that a named metric needs."""
+    y = examples.y.new_empty(1, *examples.y.shape[1:])
+    for model in models:
+        scores = model.probe(model.example)
+        if not has_standard_scores(scores, y, class_count):
+            form, classes = (
+                ("outputs in the shape of the targets", "")
+                if examples.is_regression
+                else ("a score of each class for each label", f" of {class_count} classes")
+            )
+            raise ConfigError(
+                f"run.metrics: {name} needs {form}, and model {model.name} makes scores {[*scores.shape]} beside targets "
+                f"{[*y.shape]}{classes}. The loss is a function of your own, which alone knows what they mean. Name a metric "
+                f"of your own, or leave {name} out"
+            )
 
 
 _TASKS = {
@@ -457,11 +502,6 @@ def compute_metric(name: str, metric: Metric, scores: Reals, labels: Labels) -> 
     """
     if not len(labels):
         return None
-    if metric.task == "classes" and (scores.ndim != 2 or labels.ndim != 1):
-        raise ConfigError(
-            f"run.metrics: {name} needs a score of each class for each label, not scores {[*scores.shape]} beside labels "
-            f"{[*labels.shape]}; name a function of your own, or leave it out"
-        )
     if metric.task != "any":
         max_scores = scores.max(1) if metric.task == "classes" else scores
         is_number = (scores < math.inf).all() and np.isfinite(max_scores).all()

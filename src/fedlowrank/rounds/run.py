@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -168,7 +168,14 @@ class Run:
     def _make_evaluator(self, own_metrics: OwnMetrics | None) -> Evaluator:
         """Make the evaluator of clients' models, with the metrics of the settings and the user's own functions."""
         form = self.federation.clients[0].train
-        metrics = choose_metrics(self.settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
+        metrics = choose_metrics(
+            self.settings.metrics,
+            form,
+            self.task.classes,
+            self.task.loss,
+            own_metrics,
+            self.task.architectures.values(),
+        )
         return Evaluator(self.method, self.federation, self.task, self.engine, metrics)
 
     @property
@@ -279,9 +286,16 @@ class Run:
     def _draw_participants(self, t: int) -> list[ClientInfo]:
         """Draw the clients that train in round t, and charge the privacy budget for them."""
         infos = self.participants(t)
-        if self.budget is not None:
-            self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
+        self.charge_drawn(t, [i.id for i in infos])
         return infos
+
+    def charge_drawn(self, round: int, client_ids: Collection[int]) -> None:
+        """Charge the privacy budget for a round in which these clients are drawn."""
+        self._charge(round, client_ids)
+
+    def _charge(self, round: int, client_ids: Collection[int]) -> None:
+        if self.budget is not None:
+            self.budget.charge(round, self.state.server.clip, client_ids)
 
     def _begin_results(
         self, infos: Sequence[ClientInfo], t: int, download_volume: Volume, lost_replies: Mapping[str, str]

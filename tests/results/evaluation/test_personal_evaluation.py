@@ -113,9 +113,9 @@ def test_losses_of_a_work_item_are_computed_in_one_call(monkeypatch: pytest.Monk
     rows: list[int] = []
     sum_terms = scoring._sum_terms
 
-    def counted(scores: Tensor, batch: Any) -> scoring.ExampleSums[Tensor]:
+    def counted(scores: Tensor, batch: Any, class_count: int) -> scoring.ExampleSums[Tensor]:
         rows.append(len(scores))
-        return sum_terms(scores, batch)
+        return sum_terms(scores, batch, class_count)
 
     monkeypatch.setattr(scoring, "_sum_terms", counted)
     run.evaluate()

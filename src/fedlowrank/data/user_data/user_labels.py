@@ -21,6 +21,9 @@ from .user_clients import GivenClient
 _MAX_SHOWN_LABELS = 6
 """Largest number of labels that a message lists."""
 
+_MAX_OWN_LABEL = 1 << 16
+"""Largest label that a loss of the user's own gets unchanged, because each number up to it is a class."""
+
 
 def number_text_labels(
     clients: Sequence[GivenClient], classes: Sequence[str] | int | None, loss: Loss
@@ -85,17 +88,27 @@ def number_labels(
     Args:
         data: data of all clients.
         output_count: number of scores of the models.
-        loss: loss of the task; if some labels do not count in it, labels stay unchanged.
+        loss: loss of the task; if some labels do not count in it, labels stay unchanged. So they do for a function of
+            the user's own, to which they may be counts or ranks.
 
     Returns:
         The data; the classes, which are the labels as text; and a note for the user. The last two are None if the
         labels stay unchanged. Negative labels stay for :func:`.user_arrays.name_classes`, which names the client.
+
+    Raises:
+        DataError: if a label for a function of the user's own is so large that it is no class.
     """
     if any(e.is_regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
         return list(data), None, None
     values = concatenate_labels(data).unique()
+    min_label, max_label = int(values[0]), int(values[-1])
+    if loss.is_custom and max_label > _MAX_OWN_LABEL:
+        raise DataError(
+            f"the largest label is {max_label}, and whole numbers [n] count classes from 0. Give numbers that are no classes "
+            "to your loss as real targets [n, 1]: y.astype(numpy.float32)[:, None]"
+        )
     leaves_out = loss.kind in ("cross_entropy", "focal") and bool((values == loss.ignore_index).any())
-    if int(values[0]) < 0 or int(values[-1]) < output_count or leaves_out:
+    if min_label < 0 or max_label < output_count or leaves_out or loss.is_custom:
         return list(data), None, None
 
     def number(examples: Examples) -> Examples:

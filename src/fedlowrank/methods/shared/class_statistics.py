@@ -23,6 +23,26 @@ def zero_rows_per_class(title: str, task: Task, width: int) -> Tensor:
     return parameter.new_zeros(task.classes, width, dtype=task.common_type(title))
 
 
+def check_class_scores(title: str, task: Task) -> None:
+    """Refuse models without one score for each class, which only a loss of the user's own can train.
+
+    Args:
+        title: title of the method, for messages.
+        task: task with the clients' models.
+
+    Raises:
+        TaskError: if a model has fewer scores than there are classes.
+    """
+    for name, model in sorted(task.architectures.items() if task.loss.is_custom else ()):
+        shape = [*model.probe(model.example).shape]
+        if len(shape) != 2 or shape[1] < task.classes:
+            raise TaskError(
+                f"{title} needs one score for each class, and model {name} makes {shape} of one example, but there are "
+                f"{task.classes} classes. Give the model {task.classes} outputs and the loss one score for each, or choose "
+                "another method"
+            )
+
+
 def check_class_labels(title: str, labels: Tensor, classes: int, client: ClientInfo) -> None:
     """Refuse labels of a client's statistics that are no class, or that name a class twice.
 

@@ -30,7 +30,8 @@ def backdoor_success(
         model_of: function that maps a client to its model.
 
     Returns:
-        The mean over the clients that have such examples; None if there are none.
+        The mean over the clients that have such examples; None if there are none, or if the scores of the models have a
+        form that only a loss of the user's own understands.
     """
     rates: list[float] = []
     for info in clients:
@@ -40,7 +41,8 @@ def backdoor_success(
         model = model_of(info)
         predict = next(iter(model.predictors.values()))
         with torch.inference_mode(), model.fixed_generators(triggered_examples.y.device):
-            rate = measure_predictor(predict, make_pool(model.model, [triggered_examples])).accuracy[0]
+            pool = make_pool(model.model, [triggered_examples], federation.loss, len(federation.classes))
+            rate = measure_predictor(predict, pool).accuracy[0]
         if rate is not None:
             rates.append(rate)
     return sum(rates) / len(rates) if rates else None

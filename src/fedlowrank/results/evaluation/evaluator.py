@@ -100,10 +100,11 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Evaluate the clients of one item of work and return their table as JSON values."""
         if not self.engine.has_cohorts or self._cohorts.is_given_up or round_models.is_global:
-            return self._models.evaluate(infos, round_models).to_dict()
+            return self._models.evaluate(infos, round_models, is_trained).to_dict()
         tables, trainers = self._cohorts.evaluate(infos, round_models, is_trained)
         if remaining_infos := [info for info in infos if info.id in trainers]:
-            tables.append(self._models.evaluate(remaining_infos, replace(round_models, trainers=trainers)))
+            remaining_models = replace(round_models, trainers=trainers)
+            tables.append(self._models.evaluate(remaining_infos, remaining_models, is_trained))
         return ClientTable.join(tables).to_dict()
 
     def _count_labels(self, client_ids: Sequence[int]) -> list[Column]:
@@ -141,10 +142,12 @@ class Evaluator:
                 descriptions.setdefault(client_id, f"{title} ({column.series} model, {examples})")
         self._not_finite |= descriptions.keys()
         if descriptions:
+            or_loss = f", or the loss {self.task.loss.kind} makes one of finite scores"
             logger.warning(
-                "the loss is not finite at %s: its scores hold a NaN or an infinity. Tables leave the loss out of "
-                "means over clients and count it, loggers write NaN, and such examples count as wrong",
+                "the loss is not finite at %s: its scores hold a NaN or an infinity%s. Tables leave the loss out of "
+                "means over clients and count it, loggers write NaN, and examples with such scores count as wrong",
                 list_first([*descriptions.values()], _MAX_NAMED_CLIENTS, "clients"),
+                or_loss if self.task.loss.is_custom else "",
             )
 
     def _divide_work(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:

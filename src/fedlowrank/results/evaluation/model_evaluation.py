@@ -46,23 +46,29 @@ class ModelEvaluation:
         # by name of a module, whether the scores of an example depend only on this example
         self._is_separable: dict[str, bool] = {}
 
-    def evaluate(self, infos: Sequence[ClientInfo], round_models: RoundModels) -> ClientTable:
+    def evaluate(
+        self, infos: Sequence[ClientInfo], round_models: RoundModels, is_trained: bool = True
+    ) -> ClientTable:
         """Evaluate the models of clients.
 
         Args:
             infos: records of the clients.
             round_models: factory of the clients' models.
+            is_trained: whether models are trained; False before the first round, when a module that mixes the examples
+                of a batch may give equal scores by chance, such as one whose last layer begins at zero.
         """
         tables: list[ClientTable] = []
         for module_models in group_by_module(share_models(infos, round_models)):
-            results = self._measure_in_one_pass(module_models)
+            results = self._measure_in_one_pass(module_models, is_trained)
             if results is None:
                 tables += self._evaluate_one_by_one(module_models, round_models)
             else:
                 tables.append(tabulate_models(module_models, results))
         return ClientTable.join(tables)
 
-    def _measure_in_one_pass(self, models: Sequence[SharedModel]) -> dict[str, SetResults] | None:
+    def _measure_in_one_pass(
+        self, models: Sequence[SharedModel], is_trained: bool
+    ) -> dict[str, SetResults] | None:
         """Measure the models of one module on the sets of their clients, by series.
 
         Returns:
@@ -80,10 +86,10 @@ class ModelEvaluation:
         with torch.inference_mode():
             if module.name in self._is_separable:
                 return _measure_models(models, pool, self._metrics)
-            return self._measure_with_check(models, pool)
+            return self._measure_with_check(models, pool, is_trained)
 
     def _measure_with_check(
-        self, models: Sequence[SharedModel], pool: ScoringPool
+        self, models: Sequence[SharedModel], pool: ScoringPool, is_trained: bool
     ) -> dict[str, SetResults] | None:
         """Measure by a module; None if it mixes the examples of a batch or draws random numbers.
 
@@ -111,8 +117,11 @@ class ModelEvaluation:
                 is_equal = is_equal and all(map(_is_equal_mean_loss, expected, actual))
             is_random = generator_states() != initial_states
         name = model.model.name
-        self._is_separable[name] = is_equal and not is_random
-        if is_equal and not is_random:
+        is_separable = is_equal and not is_random
+        # untrained models are compared again later
+        if is_trained or not is_separable:
+            self._is_separable[name] = is_separable
+        if is_separable:
             return results
         reason = "draws random numbers" if is_random else "mixes the examples of a batch"
         logger.warning("model %s %s: it is evaluated client by client", name, reason)
@@ -128,7 +137,8 @@ class ModelEvaluation:
                 model = shared_model.model if len(shared_model.clients) == 1 else round_models.make(info)
                 data = self._federation.clients[info.id]
                 with naming(f"{info.title}, whose examples are evaluated as one batch"):
-                    tables.append(evaluate_client(model, info, data, self._metrics, self._federation.loss))
+                    loss, class_count = self._federation.loss, len(self._federation.classes)
+                    tables.append(evaluate_client(model, info, data, self._metrics, loss, class_count))
         return tables
 
 
@@ -138,6 +148,7 @@ def evaluate_client(
     data: ClientData,
     metrics: Mapping[str, Metric] | None = None,
     loss: Loss = AUTO,
+    class_count: int = 0,
 ) -> ClientTable:
     """Evaluate the model of one client on its own examples.
 
@@ -147,9 +158,10 @@ def evaluate_client(
         data: examples of the client.
         metrics: further metrics by name.
         loss: loss of the task.
+        class_count: number of classes, which a loss of the user's own needs.
     """
     with torch.inference_mode(), model.fixed_generators(data.train.y.device):
-        pool = make_pool(model.model, list_sets(data), loss)
+        pool = make_pool(model.model, list_sets(data), loss, class_count)
         results = {
             series: measure_predictor(predict, pool, metrics) for series, predict in model.predictors.items()
         }

@@ -29,6 +29,7 @@ class ScoringPool:
         one_batch_each: whether each set is one batch; only used if the sets are scored set by set.
         loss: loss of the task.
         vocabulary: vocabulary size of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
+        class_count: number of classes, which a loss of the user's own needs; see :func:`..client_metrics.has_standard_scores`.
 
     Attributes:
         lengths: numbers of examples of the sets.
@@ -43,8 +44,10 @@ class ScoringPool:
         one_batch_each: bool = False,
         loss: Loss = AUTO,
         vocabulary: int | None = None,
+        class_count: int = 0,
     ) -> None:
         self.one_batch_each, self.loss, self.vocabulary = one_batch_each, loss, vocabulary
+        self.class_count = class_count
         self.lengths = [len(examples) for examples in sets]
         self.passes = (
             [examples for examples in sets if len(examples)] if all_examples is None else [all_examples]
@@ -61,14 +64,18 @@ def list_sets(data: ClientData) -> list[Examples]:
     return [getattr(data, split) for split in SPLITS]
 
 
-def make_pool(model: EngineModel, sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
+def make_pool(
+    model: EngineModel, sets: Sequence[Examples], loss: Loss = AUTO, class_count: int = 0
+) -> ScoringPool:
     """Make a pool of sets, each of them one batch if the model mixes the examples of a batch."""
     is_long = any(len(examples) > chunk_size(examples, model.vocabulary) for examples in sets)
     mixes = is_long and mixes_examples(model)
-    return ScoringPool(sets, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary)
+    return ScoringPool(
+        sets, one_batch_each=mixes, loss=loss, vocabulary=model.vocabulary, class_count=class_count
+    )
 
 
-def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
+def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO, class_count: int = 0) -> ScoringPool | None:
     """Concatenate sets of examples, in the fastest memory layout; None if inputs are not tensors of one form."""
     nonempty_sets = [examples for examples in sets if len(examples)]
     inputs: list[Any] = [examples.inputs for examples in nonempty_sets]
@@ -79,7 +86,7 @@ def concatenate_sets(sets: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool
     all_examples = Examples(
         channels_last(torch.cat(inputs)), torch.cat([examples.y for examples in nonempty_sets])
     )
-    return ScoringPool(sets, all_examples, loss=loss)
+    return ScoringPool(sets, all_examples, loss=loss, class_count=class_count)
 
 
 class PoolCache:
@@ -112,12 +119,13 @@ class PoolCache:
         pool = self._earlier.pop(key, None)
         if pool is None:
             sets = [examples for i in client_ids for examples in list_sets(self._federation.clients[i])]
-            pool = concatenate_sets(sets, self._federation.loss)
+            pool = concatenate_sets(sets, self._federation.loss, len(self._federation.classes))
         if pool is not None and sum(p.bytes for p in self.pools.values()) + pool.bytes <= MAX_CACHED_BYTES:
             self.pools[key] = pool
         return pool
 
     def make_single(self, client_id: int) -> ScoringPool:
         """Make a pool of the sets of one client, which are scored set by set."""
-        data = self._federation.clients[client_id]
-        return ScoringPool(list_sets(data), loss=self._federation.loss)
+        federation = self._federation
+        sets = list_sets(federation.clients[client_id])
+        return ScoringPool(sets, loss=federation.loss, class_count=len(federation.classes))

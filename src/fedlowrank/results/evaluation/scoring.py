@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ...core.contract import Batch
 from ...core.contract.client_model import Predictor
+from ...core.errors import LossError
 from ...core.learning.batch_losses import example_losses
 from ...core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ...core.learning.losses import AUTO, Loss, class_axis
@@ -25,7 +26,7 @@ from ...core.learning.preference_losses import difference_of_chosen
 from ...core.tree import wide_type
 from ...data.dataset import ClientData, Examples
 from ...training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
-from ..client_metrics import Metric, compute_metric
+from ..client_metrics import Metric, compute_metric, has_standard_scores
 from ..client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 from .pools import ScoringPool, list_sets
 
@@ -68,7 +69,8 @@ class SetResults:
         accuracy: share of examples whose highest score is that of their label. With several labels for each example
             it is the share of examples of which all labels are right; with a label for each pixel or token, the share
             of these; for language models, the share of tokens that are predicted correctly; for pairs of responses,
-            the share of pairs whose chosen response has the higher score. Also None for a regression.
+            the share of pairs whose chosen response has the higher score. Also None for a regression, and for scores
+            that only a loss of the user's own understands.
         loss: mean loss of the task; the exponential of a language model's loss is its perplexity.
         metrics: further metrics by name; also None where a metric is not defined.
         accuracy_name: name by which the accuracy is recorded. It differs for language models that predict tokens or
@@ -132,9 +134,13 @@ def measure_scores(
         return SetResults(missing_values, missing_values, dict.fromkeys(metrics or (), missing_values))
     terms: list[Tensor] = []
     entries: list[tuple[Tensor, Tensor, Tensor]] = []
-    for scores, labels in _join_parts(scored_batches):
+    # a function of the user's own may compare the examples that it gets
+    parts = _join_sets(scored_batches, pool.lengths) if pool.loss.is_custom else _join_parts(scored_batches)
+    for scores, labels in parts:
         # one tensor [n, 4], with columns in the order of the fields
-        terms.append(torch.stack(_sum_terms(scores, Batch(None, labels, loss=pool.loss)), 1))
+        terms.append(
+            torch.stack(_sum_terms(scores, Batch(None, labels, loss=pool.loss), pool.class_count), 1)
+        )
         if metrics:
             entries.append(labeled_entries(scores, labels, pool.loss))
     terms_of_examples = torch.cat(terms)
@@ -165,6 +171,38 @@ def _join_parts(scored_batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tup
             scores, labels, count = [], [], 0
     if scores:
         yield torch.cat(scores), torch.cat(labels)
+
+
+def _join_sets(
+    scored_batches: Iterable[tuple[Tensor, Tensor]], lengths: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Join scores and labels into one part for each set, or into parts of one set if each pixel or token has a target.
+
+    Raises:
+        LossError: if scores are not one row for each example.
+    """
+    set_lengths = iter([length for length in lengths if length])
+    parts: list[tuple[Tensor, Tensor]] = []
+    missing_count = 0
+    for scores, labels in scored_batches:
+        if len(scores) != len(labels):
+            raise LossError(
+                f"the model makes scores {[*scores.shape]} of {len(labels)} examples; with a loss of your own it must make one "
+                f"row for each example, [{len(labels)}, ...]"
+            )
+        # texts are as wide as their batch, and pixels have many scores
+        is_dense = scores.ndim > 2 and labels.ndim > (2 if labels.is_floating_point() else 1)
+        start = 0
+        while start < len(labels):
+            missing_count = missing_count or next(set_lengths)
+            end = min(start + missing_count, len(labels))
+            parts.append((scores[start:end], labels[start:end]))
+            missing_count -= end - start
+            start = end
+            if is_dense or not missing_count:
+                part_scores, part_labels = zip(*parts, strict=True)
+                yield torch.cat(part_scores), torch.cat(part_labels)
+                parts = []
 
 
 def _name_accuracy(pool: ScoringPool) -> str:
@@ -267,7 +305,7 @@ def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tens
     return scores[mask], y[mask], mask.flatten(1).sum(1) if y.ndim > 1 else mask.long()
 
 
-def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
+def _sum_terms(scores: Tensor, batch: Batch, class_count: int) -> ExampleSums[Tensor]:
     """Compute the terms of each example in the sums of its set, float64 ``[n]``; all are 0 for a pair without others."""
     y, loss = batch.y, batch.loss
     losses, weights = _each_loss(scores, batch), batch.weights
@@ -284,8 +322,8 @@ def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
         )
     elif weights is not None:
         correct_counts, answer_counts = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
-    elif scores.ndim != y.ndim + 1 or (loss.is_custom and scores.shape[class_axis(scores)] < 2):
-        # only a function of the user's own knows the meaning of the scores
+    elif loss.is_custom and not has_standard_scores(scores, y, class_count):
+        # only the function knows the meaning of the scores
         correct_counts, answer_counts = ones, torch.zeros_like(losses)
     else:
         mask = y != loss.ignore_index
@@ -296,8 +334,9 @@ def _sum_terms(scores: Tensor, batch: Batch) -> ExampleSums[Tensor]:
     count, weight = (ones, ones) if weights is None else (weights, weights)
     if (class_weights := loss.weigh(y)) is not None:
         count, weight = class_weights
-    # argmax of scores with a NaN gives the index of the NaN
-    correct_counts = torch.where(losses.isnan(), 0.0, correct_counts.double())
+    # argmax of scores with a NaN gives the index of the NaN; a function of the user's own may be NaN for finite scores
+    is_wrong = ~scores.reshape(len(y), -1).amax(1).isfinite() if loss.is_custom else losses.isnan()
+    correct_counts = torch.where(is_wrong, 0.0, correct_counts.double())
     return ExampleSums(correct_counts, answer_counts.double(), losses.double() * count, weight.double())
 
 

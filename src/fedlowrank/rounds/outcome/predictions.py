@@ -21,7 +21,7 @@ from ...data.partitioning.checks import check_finite_values, describe_array
 from ...data.user_data.data_frames import is_frame
 from ...data.user_data.feature_names import order_columns
 from ...data.user_data.user_arrays import to_input_tensor
-from ...results.client_metrics import softmax
+from ...results.client_metrics import has_standard_scores, softmax
 from ...results.client_numbers import SPLITS
 from ...results.evaluation.local_model import LocalModel
 from ...results.evaluation.pools import make_pool
@@ -77,8 +77,9 @@ def predictions(
         ``probability_0`` of its presence, ..., and correct if all are right.
 
     Raises:
-        ConfigError: if there is no such client, split or series, if the run trains a language model, or if it has a
-            label for each pixel or token.
+        ConfigError: if there is no such client, split or series, if the run trains a language model, if it has a
+            label for each pixel or token, or if its loss is a function of the user's own and the scores are not one for
+            each class or output.
     """
     first_examples = run.federation.clients[0].train
     if run.federation.loss.compares_texts:
@@ -102,7 +103,7 @@ def predictions(
         columns: dict[str, Any] = {"client": np.full(len(example_indices), i), "example": example_indices}
         if infos[i].name:
             columns["client_name"] = np.full(len(example_indices), infos[i].name)
-        columns |= _outcomes(scores[example_indices], examples.y.cpu()[example_indices], run.federation.loss)
+        columns |= _outcomes(scores[example_indices], examples.y.cpu()[example_indices], run.federation)
         if has_names and "label" in columns:
             columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
         tables.append(pd.DataFrame(columns))
@@ -158,7 +159,7 @@ def tabulate_rows(
     columns: dict[str, Any] = {"client": np.full(len(rows), client_id), "row": list(rows)}
     if info.name:
         columns["client_name"] = np.full(len(rows), info.name)
-    outcomes = _outcomes(score(examples), examples.y.cpu(), federation.loss)
+    outcomes = _outcomes(score(examples), examples.y.cpu(), federation)
     columns |= {n: v for n, v in outcomes.items() if n.startswith(("prediction", "probability"))}
     if classes != tuple(map(str, range(len(classes)))) and "label" in outcomes:
         columns["prediction_name"] = _names(classes, outcomes["prediction"])
@@ -209,8 +210,8 @@ def _scores(run: Run, client_id: int, examples: Examples, series: str | None) ->
     with torch.inference_mode(), model.fixed_generators(examples.y.device):
         predict = _predictor(run, model, series)
         if not len(examples):
-            shape = examples.y.shape[1:] if examples.is_regression else [len(run.federation.classes)]
-            return torch.zeros(0, *shape)
+            # any example shows the form of the scores
+            return predict(model.model.example)[:0].cpu().clone()
         return score_sets(predict, make_pool(model.model, [examples], run.federation.loss)).cpu().clone()
 
 
@@ -293,8 +294,19 @@ def _counted_examples(examples: Examples, loss: Loss) -> Any:
     return np.flatnonzero(examples.y.cpu().numpy() != loss.ignore_index)
 
 
-def _outcomes(scores: Tensor, y: Tensor, loss: Loss) -> dict[str, Any]:
+def _outcomes(scores: Tensor, y: Tensor, federation: Federation) -> dict[str, Any]:
     """Make the columns of :func:`predictions` from the scores of some examples and their targets."""
+    loss, class_count = federation.loss, len(federation.classes)
+    if loss.is_custom and not has_standard_scores(scores, y, class_count):
+        form = (
+            f"a score of each of the {class_count} classes"
+            if class_count
+            else "outputs in the shape of the targets"
+        )
+        raise ConfigError(
+            f"predictions need {form}, and the models make scores {[*scores.shape]} for targets {[*y.shape]}. The loss is a "
+            "function of your own, which alone knows what they mean; predict(client) gives the scores"
+        )
     labels = y.numpy()
     if loss.is_binary(y):
         return _presences(scores, labels)

@@ -103,8 +103,9 @@ class Result:
         Raises:
             ConfigError: if there is no such split or series.
             DataError: if there is no best round, or if no client has an accuracy because the task is a regression, the
-                models are judged by their loss (language models that predict tokens, preference pairs, embeddings) or
-                the split has no examples, or if all clients with an accuracy are left out.
+                models are judged by their loss (language models that predict tokens, preference pairs, embeddings, a loss
+                of the user's own with scores that are not one for each class) or the split has no examples, or if all
+                clients with an accuracy are left out.
         """
         accuracies = self.accuracy(split, series, at)
         mean = mean_over_clients(a for i, a in enumerate(accuracies) if i not in self.run.excluded_from_means)
@@ -120,7 +121,14 @@ class Result:
         if self.run.federation.clients[0].train.is_regression:
             return f"this is a regression. {losses}"
         evaluated_ids = {i for i, accuracy in enumerate(accuracies) if accuracy is not None}
-        if not evaluated_ids and any(loss is not None for loss in self.rounds[-1].values(LOSS, split=split)):
+        has_losses = any(loss is not None for loss in self.rounds[-1].values(LOSS, split=split))
+        if not evaluated_ids and has_losses and self.run.federation.loss.is_custom:
+            return (
+                "the loss is a function of your own, and the models do not make one score for each of the "
+                f"{len(self.run.federation.classes)} classes. If they make scores of more classes than the data have, name "
+                f"all in from_arrays(classes=...). {losses}"
+            )
+        if not evaluated_ids and has_losses:
             return (
                 "these models are judged by their loss, as language models that predict tokens, preference pairs and "
                 f"embeddings are. {losses}"
