@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import Federation, Floral, simulate
+from fedlowrank import SGD, Federation, Floral, simulate
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import FedAvg, FedRep
@@ -45,6 +45,8 @@ class Counting(nn.Module):
 )
 def test_a_federation_makes_no_pass_twice(last: str, passes: int) -> None:
     model = Counting(last)
+    # no scores in [0, 1], which one more pass would explain
+    nn.init.constant_(model.get_submodule(last).get_parameter("bias"), -3.0)
     Federation.from_arrays([(X, Y), (X, Y)], model)
     assert model.calls[0] == passes
 
@@ -181,3 +183,64 @@ def test_a_module_is_as_it_was_after_a_wrapper_was_made(wrap: Any) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     assert free == [p.requires_grad for p in module.parameters()]
+
+
+class Gradient(nn.Module):
+    """The gradient of an energy, as a Hamiltonian network computes it, with a buffer that every pass changes."""
+
+    calls: Tensor
+
+    def __init__(self, normalize: bool = False) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if normalize else nn.Identity()
+        self.energy = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_forward_may_differentiate(normalize: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 6, generator=generator), torch.randn(20, 6, generator=generator)
+    parts = {"train": (x, y), "test": (x, y)}
+    federation = Federation.from_arrays([parts] * 2, Gradient(normalize))
+    result = simulate(FedAvg(optimizer=SGD(lr=0.1), batch_size=20), federation, rounds=1)
+    module = Gradient(normalize)
+    module.load_state_dict(federation.architectures["model"].initial, strict=False)
+    loss = (module.train()(x) - y).square().sum(1).mean() / 2
+    parameters = dict(module.named_parameters())
+    # the last bias does not change the gradient of the energy
+    gradients = torch.autograd.grad(
+        loss, list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    for name, gradient in zip(parameters, gradients, strict=True):
+        expected = module.get_parameter(name).detach() - 0.1 * gradient
+        torch.testing.assert_close(result.personal(0)[name], expected, rtol=1e-5, atol=1e-6)
+    trained = Gradient(normalize)
+    trained.load_state_dict(result.personal(0))
+    scores = trained.eval()(x).detach()
+    torch.testing.assert_close(result.predict(0, x), scores, rtol=1e-5, atol=1e-6)
+    recorded = result.rounds[-1].mean("loss", split="test")
+    assert recorded == pytest.approx(float((scores - y).square().sum(1).mean() / 2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "subject"),
+    [
+        (lambda: torch.jit.script(nn.Linear(6, 2)), "the module"),
+        (lambda: torch.jit.trace(nn.Linear(6, 2), torch.zeros(1, 6)), "the module"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 4)), nn.Linear(4, 2)), "its layer '0'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_torchscript_are_refused(model: Any, subject: str) -> None:
+    y = torch.arange(8) % 2
+    for x in (torch.zeros(8, 6), torch.zeros(8, 6, dtype=torch.int64)):
+        for given in (model, model()):
+            with pytest.raises(TaskError, match=rf"{subject} is compiled by torch\.jit.*the nn\.Module"):
+                Federation.from_arrays([(x, y)], given)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -878,3 +879,40 @@ def test_the_state_of_a_best_round_that_is_repeated_is_removed(tmp_path: Path) -
     simulate(method, make_tiny_federation(), folder=folder, resume=True, **given)
     for file in sorted((tmp_path / "whole" / "best").iterdir()):
         assert (folder / "best" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_changed_metric_is_refused_from_python_and_one_may_be_added_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, folder = make_tiny_federation(), tmp_path / "run"
+    module = types.ModuleType("metrics_of_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def define(value: float) -> Callable[..., float]:
+        def share(scores: Any, targets: Any) -> float:
+            return value
+
+        share.__module__ = module.__name__
+        vars(module)["share"] = share
+        return share
+
+    def run(rounds: int, *metrics: Any) -> list[Any]:
+        result = simulate(
+            "fedavg", federation, folder=folder, rounds=rounds, resume=rounds > 1, metrics=metrics
+        )
+        frame = result.to_frame()
+        return [float(v) for name in frame if name.endswith("share") for v in frame[name].dropna().unique()]
+
+    def name_metric(value: float) -> str:
+        define(value)
+        return f"{module.__name__}:share"
+
+    for make_metric in (define, name_metric):
+        shutil.rmtree(folder, ignore_errors=True)
+        assert run(1, make_metric(1.0)) == [1.0]
+        assert run(2, make_metric(1.0)) == [1.0]
+        with pytest.raises(CheckpointError, match=r"the code of (metrics_of_test:)?share was changed"):
+            run(3, make_metric(2.0))
+        assert run(3, make_metric(1.0), "macro_f1") == [1.0]
+        run(4)
+        run(5, "macro_f1")

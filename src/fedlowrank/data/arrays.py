@@ -77,7 +77,7 @@ class Arrays(CheckedFields):
             self._inputs(_find_array(arrays, "x" + e, source), f"'x{e}' in {source}", types) for e in suffixes
         ]
         targets, classes = _convert_targets(
-            [_find_array(arrays, "y" + e, source) for e in suffixes], arrays, source
+            [_find_array(arrays, "y" + e, source) for e in suffixes], inputs, arrays, source
         )
         ids = [arrays.get("client" + suffix, arrays.get("client")), arrays.get("client_test")]
         (train_clients, test_clients), client_names = encode_clients(ids, f"the client ids in {source}")
@@ -119,11 +119,11 @@ def convert_array(x: np.ndarray, description: str, types: InputTypes) -> Tensor:
     return types.convert(to_float32(x, description), description)
 
 
-def to_float32(x: np.ndarray, description: str) -> Tensor:
+def to_float32(x: np.ndarray, description: str, role: Literal["inputs", "targets"] = "inputs") -> Tensor:
     """Convert real numbers [n, ...] to a contiguous float32 tensor, with a warning of those that it cannot distinguish."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
         raise DataError(f"{description} must be numbers [n, ...], not {describe_array(x)}.")
-    warn_of_rounding(x, description)
+    warn_of_rounding(x, description, role)
     with np.errstate(over="ignore"):
         numbers = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
     # the data set rejects what is not finite before, with its position
@@ -191,14 +191,17 @@ def encode_clients(
 
 
 def _convert_targets(
-    parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], source: str
+    parts: list[np.ndarray], inputs: list[Tensor], arrays: Mapping[str, np.ndarray], source: str
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Convert real targets, which have no classes, or encode labels with the names of their classes."""
     if all(y.dtype.kind == "f" and y.ndim > 1 for y in parts):
         if "classes" in arrays:
             raise DataError(f"{source} names classes, but its targets are real numbers, a regression.")
-        return [to_float32(y, f"the targets in {source}") for y in parts], ()
-    for y in parts:
+        return [to_float32(y, f"the targets in {source}", "targets") for y in parts], ()
+    for y, x in zip(parts, inputs, strict=True):
+        # rows with a single 1 are labels of tokens if the inputs have as many places
+        if y.ndim == 2 and y.dtype.kind in "iu" and x.shape[1:2] == y.shape[1:] != (1,):
+            continue
         if y.dtype.kind in "biuf" and (hint := find_target_hint(torch.as_tensor(y))):
             raise DataError(f"the labels in {source} must not be {describe_array(y)}. {hint}")
     if all(y.dtype.kind in "iu" and y.ndim > 1 for y in parts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,7 +99,7 @@ class Federation:
         remarks: advice to the user on how the models fit the data; computed if None.
         choices: choices of :meth:`from_arrays` that the user left open: types of inputs, heads.
         loss: loss that every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or
-            a function ``loss(scores, targets)`` that gives one number for each example.
+            a function ``loss(scores, targets)`` that gives one number for each example and has no trainable parameters.
         feature_names: names of the columns of inputs that were given as data frames, by the name of the input; a
             single input has the empty name. Predictions match the columns of data frames by these names.
         byte_inputs: names of the inputs that were given as unsigned bytes, which are divided by 255.
@@ -150,6 +151,8 @@ class Federation:
         else:
             remarks = ()
         if self.remarks is None:
+            if self.companion is None:
+                self._check_lookups()
             object.__setattr__(self, "remarks", remarks)
 
     def _check_kind(self, examples: Examples, title: str, part: str) -> None:
@@ -211,6 +214,8 @@ class Federation:
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward, as it is in training mode."
                 )
+            if self.remarks is None and self.loss.is_custom:
+                self._refuse_trained_loss(scores, examples)
             is_new = self.remarks is None and name not in remarks and not self.loss.is_custom
             if (
                 is_new
@@ -219,6 +224,42 @@ class Federation:
             ):
                 remarks[name] = remark
         return list(remarks.values())
+
+    def _refuse_trained_loss(self, scores: Tensor, examples: Examples) -> None:
+        """Raise ConfigError if the user's loss computes with trainable parameters, given scores of the first example."""
+        with torch.enable_grad(), (self.key / "loss").global_generators(scores.device):
+            try:
+                losses = self.loss.each(scores.detach(), examples.y[:1].clone())
+            except Exception:  # noqa: BLE001 - the user's code may need several examples; training reports its errors
+                return
+        if losses.requires_grad:
+            raise ConfigError(
+                f"the loss {self.loss.kind} computes with trainable parameters of its own, and clients train only the parameters "
+                "of the model. Compute what needs them in the model's forward, or freeze them: p.requires_grad_(False)"
+            )
+
+    def _check_lookups(self) -> None:
+        """Reject a client whose inputs hold a number that a table of its model lacks.
+
+        Each model gets two examples of each input shape, made of the smallest and the largest numbers of all clients.
+        Only if one fails are the examples themselves tried.
+        """
+        groups: dict[tuple[str, str], list[tuple[str, Examples]]] = {}
+        for info, data in zip(self.infos, self.clients, strict=True):
+            for part, examples in (("train", data.train), ("val", data.val), ("test", data.test)):
+                if len(examples) and not isinstance(examples.x, Pixels):
+                    group = groups.setdefault((info.architecture, _describe_input_shape(examples)), [])
+                    group.append((f"{info.title} ({part})", examples))
+        for (name, _), group in groups.items():
+            model, inputs = self.architectures[name], [_name_inputs(examples) for _, examples in group]
+            if not model.has_embedding and not any(is_integer(x) for x in inputs[0].values()):
+                continue
+            for bound in (torch.amin, torch.amax):
+                extreme = {
+                    n: bound(torch.stack([bound(x[n], 0) for x in inputs]), 0)[None] for n in inputs[0]
+                }
+                if _find_missing_row(model, extreme) is not None:
+                    _name_missing_row(model, group)
 
     def _describe_scores(self, name: str, client_id: int, scores: Tensor) -> str:
         """Describe what a user should know about the scores [1, outputs] of a model for a client's example."""
@@ -370,11 +411,17 @@ class Federation:
                 return names[client]
             hint = did_you_mean(client, names) if names else "They have no names."
             raise ConfigError(f"there is no client {client!r}. {hint}")
-        if not 0 <= client < len(self.infos):
+        try:
+            index = operator.index(client)
+        except TypeError as error:
+            raise ConfigError(
+                f"a client is given by its number, a whole number such as 0, or by its name, not by {client!r}"
+            ) from error
+        if not 0 <= index < len(self.infos):
             raise ConfigError(
                 f"there is no client {client}; they are numbered from 0 to {len(self.infos) - 1}"
             )
-        return self.infos[client]
+        return self.infos[index]
 
     def _count_classes(self, part: str) -> list[list[int]]:
         """Count the examples of each class in a part of every client; empty lists without class labels."""
@@ -430,7 +477,8 @@ class Federation:
                 float32 and keep their values. Whole numbers stay int64 if the model looks them up: it accepts them,
                 and has an ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
                 whole numbers, booleans or text. Text is numbered in sorted order. Whole numbers stay unchanged if
-                each is an index of the model's scores; otherwise they are numbered in sorted order, with a warning.
+                each is an index of the model's scores or if the loss is a function of your own; otherwise they are
+                numbered in sorted order, with a warning.
                 Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the seed),
                 or several of them by name. A module is used directly, but its parameters, buffers, attributes and
@@ -503,7 +551,9 @@ class Federation:
         ]
         if classes_given is None:
             data, classes_given, note = number_labels(data, _count_outputs(architectures), loss)
-            warnings.append(note or find_label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
+            parts = [e.y for d in data for e in (d.train, d.val, d.test)]
+            # only a function of the user's own knows what its labels mean
+            warnings.append(note or (None if loss.is_custom else find_label_warning(parts)))
         class_names = name_classes(data, classes_given, titles, loss)
         notes = tuple(note for note in warnings if note)
         for choice in choices:
@@ -571,6 +621,7 @@ class Federation:
         return cls.from_arrays(datasets, model, **options)
 
     @classmethod
+    @check_arguments
     def from_partitions(
         cls,
         partitions: Any,
@@ -581,9 +632,12 @@ class Federation:
         split: str = "train",
         size: int | None = None,
         channels: int = 3,
+        seed: int = 0,
         **options: Any,
     ) -> Federation:
         """Make a federation of Hugging Face data sets, one for each client.
+
+        A data set with a transform (``with_transform``) is read once through it, when the federation is made.
 
         Args:
             partitions: a sequence of ``datasets.Dataset``, or of ``DatasetDict`` with the splits ``train`` and
@@ -596,15 +650,17 @@ class Federation:
             split: name of the split that the partitioner of a ``FederatedDataset`` divides.
             size: height and width to which every image is resized, or None to keep the common size.
             channels: number of channels of images: 3 for color, 1 for gray levels.
-            **options: further options ``val``, ``test``, ``seed``, ``head``, ``loss`` and so on of :meth:`from_arrays`.
+            seed: seed of all randomness, including that of transforms.
+            **options: further options ``val``, ``test``, ``head``, ``loss`` and so on of :meth:`from_arrays`.
 
         Raises:
             DataError: if ``datasets`` is missing or a partition does not fit the others.
             TaskError: if a model does not fit the data.
         """
         loss = as_loss(options.get("loss", AUTO))
-        clients, classes = read_partitions(partitions, label, features, split, size, channels, loss)
-        return cls.from_arrays(clients, model, **{"classes": classes or None, **options})
+        key = Key((seed,)) / "transform"
+        clients, classes = read_partitions(partitions, label, features, split, size, channels, loss, key)
+        return cls.from_arrays(clients, model, **{"classes": classes or None, "seed": seed, **options})
 
 
 def _choose_input_types(
@@ -635,6 +691,38 @@ def _take_first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
     """Inputs of the first example, as a batch of 1."""
     x = examples.x
     return {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
+
+
+def _name_inputs(examples: Examples) -> dict[str, Tensor]:
+    """Inputs by name; a single input has the empty name."""
+    inputs = examples.inputs
+    return inputs if isinstance(inputs, dict) else {"": inputs}
+
+
+def _find_missing_row(model: Architecture, inputs: Mapping[str, Tensor]) -> IndexError | None:
+    """Find the error of a forward pass that looks up a row beyond its table; None if there is none."""
+    try:
+        with torch.no_grad():
+            model.probe(inputs.get("", inputs))
+    except IndexError as error:
+        return error
+    except Exception:  # noqa: BLE001 - forward is the user's code and may reject an example that no client has
+        return None
+    return None
+
+
+def _name_missing_row(model: Architecture, group: Sequence[tuple[str, Examples]]) -> None:
+    """Raise TaskError for the first example that looks up a row beyond a table of the model, if there is one."""
+    for title, examples in group:
+        inputs = _name_inputs(examples)
+        for i in range(len(examples)):
+            example = {n: x[i : i + 1] for n, x in inputs.items()}
+            if error := _find_missing_row(model, example):
+                bounds = ", ".join(f"{int(x.min())} to {int(x.max())}" for x in example.values() if x.numel())
+                raise TaskError(
+                    f"{title}: model {model.name} looks up a number that its table lacks, at example {i} (numbers from "
+                    f"{bounds}): {error}. An nn.Embedding(n, ...) has the numbers from 0 to n - 1: count those of all clients"
+                ) from error
 
 
 def _describe_input_shape(examples: Examples) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,19 +44,20 @@ def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-_WIDE_TYPES = (torch.float64, torch.int32, torch.int64)
+WIDE_TYPES = (torch.float64, torch.int32, torch.int64)
 """Types with more digits than float32."""
 
 _MIN_DISTINCT_VALUES = 1000
 """Number of float32 values that the range of an input should span."""
 
 
-def warn_of_rounding(x: NDArray[Any], title: str) -> None:
-    """Warn of an input whose values float32 cannot distinguish: seconds since 1970, or long identifiers.
+def warn_of_rounding(x: NDArray[Any], title: str, role: Literal["inputs", "targets"] = "inputs") -> None:
+    """Warn of an input or target whose values float32 cannot distinguish: seconds since 1970, or long identifiers.
 
     Args:
         x: real numbers ``[n, ...]`` that become float32.
         title: description of the numbers.
+        role: what the numbers are, for the message.
     """
     if x.dtype.itemsize < 4 or x.dtype == np.float32 or not x.size:
         return
@@ -65,7 +66,7 @@ def warn_of_rounding(x: NDArray[Any], title: str) -> None:
     is_narrow = are_rounded(columns)
     if is_narrow.any():
         index = int(is_narrow.argmax())
-        name = "the inputs" if columns.shape[1] == 1 else f"the inputs of column {index}"
+        name = f"the {role}" if columns.shape[1] == 1 else f"the {role} of column {index}"
         warn_user(
             f"{title}: {name} lie between {low[index]:.15g} and {high[index]:.15g}. Models compute in float32, which has at most "
             f"{_MIN_DISTINCT_VALUES} numbers there. Subtract {low[index]:.15g} from all first"
@@ -139,7 +140,7 @@ class InputTypes:
             if name
             else convert_inputs(x, ids=self.looks_up_ids)
         )
-        if inputs.dtype == torch.float32 and x.dtype in _WIDE_TYPES:
+        if inputs.dtype == torch.float32 and x.dtype in WIDE_TYPES:
             warn_of_rounding(x.detach().cpu().numpy(), description)
         if is_image(x) or (not name and x.dtype == torch.uint8 and inputs.dtype == torch.float32):
             first_description, max_value = self._scaled.get(name, (description, 0))

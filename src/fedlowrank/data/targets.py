@@ -11,6 +11,7 @@ from ..core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
 from ..core.learning.preference_losses import REFERENCE, RESPONSE_MASK
 from .dataset import ClientData, Examples
 from .partitioning.checks import describe_array
+from .user_data.user_arrays import find_target_hint
 
 
 def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) -> Loss:
@@ -168,8 +169,8 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, class_count: in
         axis = class_axis(scores)
         fits = len(shape) == len(expected_shape) and shape[axis] >= class_count
         if not fits or [n for i, n in enumerate(shape) if i != axis] != [1, *dims]:
-            hint = ""
-            if len(dims) == 1 and class_count <= 2:
+            hint = f" {target_hint}" if (target_hint := find_target_hint(y)) else ""
+            if not hint and len(dims) == 1 and class_count <= 2:
                 hint = " For several labels an example, rows of zeros and ones, set loss='bce'."
             raise TaskError(
                 f"{prefix} each example has {class_count} classes at {dims} places; it must make {expected_shape}, one score per "

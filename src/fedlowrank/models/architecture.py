@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -284,6 +285,11 @@ class Architecture:
         self._changes_arguments = False
 
     @property
+    def has_embedding(self) -> bool:
+        """Whether a layer looks up rows of a table."""
+        return _has_embedding(self.module)
+
+    @property
     def may_run_again(self) -> bool:
         """Whether :meth:`declare_repeatable` was called and the user has registered no hook since."""
         return self._library_hooks is not None and self._library_hooks == count_hooks(self.module)
@@ -298,7 +304,9 @@ class Architecture:
         if not self.buffers:
             return self
         model = copy.copy(self)
-        model._current_buffers = {n: client_buffers.get(n, b).clone() for n, b in self.buffers.items()}
+        # no inference tensors, which a forward pass outside of inference mode could not change
+        with torch.inference_mode(False):
+            model._current_buffers = {n: client_buffers.get(n, b).clone() for n, b in self.buffers.items()}
         return model
 
     @property
@@ -554,6 +562,9 @@ class Architecture:
         return self.readout(lambda inputs: self._run(self._code, params, inputs), x)
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
+        if self._changes_arguments and torch.is_inference_mode_enabled():
+            with _no_grad():
+                return self._run(code, params, x, prefix).detach()
         self._keep_mode()
         if self._changes_arguments:
             # in-place changes of a module must not reach the data, another model of the method, or the server
@@ -587,7 +598,12 @@ class Architecture:
         if local is None or not self.statistics or self.statistics[0] in params or is_training_pass():
             return params
         self._keep_mode()
-        return local.complete(self._code, params, self._current_buffers or {})
+        buffers = self._current_buffers or {}
+        if not self._changes_arguments:
+            return local.complete(self._code, params, buffers)
+        with _no_grad():
+            normal_params = {n: p.clone() if p.is_inference() else p for n, p in params.items()}
+            return local.complete(self._code, normal_params, buffers)
 
     def with_local_statistics(self, chunks: Chunks, owner: str = "") -> Architecture:
         """Copy the architecture for inference at a client: batch normalizations use the statistics of its training data.
@@ -657,10 +673,29 @@ class Architecture:
         self.module.train(mode)
         self._mode["training"] = mode
 
+    @contextlib.contextmanager
+    def restored_modes(self) -> Iterator[None]:
+        """Restore the training or evaluation mode of each layer after a block."""
+        modes = [(layer, layer.training) for layer in self.module.modules()]
+        try:
+            yield
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+            # the next call outside of training sets evaluation mode again
+            self._mode.clear()
+
     def _keep_mode(self) -> None:
         """Keep evaluation mode outside of training passes, whatever mode the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
             self.set_training(False)
+
+
+@contextlib.contextmanager
+def _no_grad() -> Iterator[None]:
+    """Compute without gradients, but outside of inference mode, in which no forward can differentiate by ``enable_grad``."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
@@ -699,6 +734,7 @@ def build_architecture(
             network = model if isinstance(model, nn.Module) else model()
             if not isinstance(network, nn.Module):
                 raise TypeError(f"its factory makes a {type(network).__name__}, not a torch.nn.Module")
+            _refuse_scripted_layers(name, network)
             _initialize_lazy_layers(name, network, example)
             return network
 
@@ -729,6 +765,17 @@ def build_architecture(
             f"{describe_example(example)}{hint}"
         ) from error
     return architecture
+
+
+def _refuse_scripted_layers(name: str, module: nn.Module) -> None:
+    """Raise TaskError if a layer is compiled by TorchScript, whose parameters cannot be replaced for a call."""
+    scripted_layers = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted_layers:
+        subject = f"its layer {scripted_layers[0]!r}" if scripted_layers[0] else "the module"
+        raise TaskError(
+            f"model {name}: {subject} is compiled by torch.jit.script or torch.jit.trace, and each client calls the module with "
+            "parameters of its own, which TorchScript does not allow. Give the nn.Module that it was compiled from."
+        )
 
 
 def choose_heads(architectures: Mapping[str, Architecture], output_count: int) -> list[str]:
@@ -834,6 +881,8 @@ def _module_to_try(model: ModelSource, key: Key) -> nn.Module | None:
             return None
         if not hasattr(model, "modules"):
             return None
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        return None
     return copy.deepcopy(model) if _lazy_parameters(model) else model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,41 @@ FREE_TO_CHANGE = (
     "run.log",
 )  # fmt: skip
 """Parts of the configuration that do not change results or that restate other parts."""
+
+MEASURED_IN_ROUNDS = ("metrics", "evaluate_every", "keep_best", "representations", "adapters")
+"""Fields of ``[run]`` that name what rounds measure and keep, so that a run that has ended cannot follow a new value."""
+
+
+def keep_measured_fields(stored_config: Mapping[str, Any], new_config: dict[str, Any]) -> list[str]:
+    """Set the fields of :data:`MEASURED_IN_ROUNDS` in the configuration of a run that has ended back to their stored values.
+
+    Otherwise ``run.json`` would say that the run has measured what it has not.
+
+    Args:
+        stored_config: configuration of the stored run.
+        new_config: configuration that will be stored, which is changed in place.
+
+    Returns:
+        The names of the fields whose values differ.
+    """
+    stored_run, new_run = (_table(config, "run") for config in (stored_config, new_config))
+    # an older run lacks fields that it could not have
+    changed_names = [
+        name for name in MEASURED_IN_ROUNDS if name in stored_run and stored_run[name] != new_run.get(name)
+    ]
+    if not changed_names:
+        return []
+    # a run that was made in Python has no tables
+    stored_tables = _table(_table(stored_config, "experiment"), "run")
+    new_tables = _table(new_config, "experiment").setdefault("run", {})
+    for name in changed_names:
+        new_run[name] = stored_run[name]
+        new_tables.pop(name, None)
+        new_tables |= {name: stored_tables[name]} if name in stored_tables else {}
+    # the code of other metrics
+    new_config.pop("code", None)
+    new_config |= {"code": stored_config["code"]} if "code" in stored_config else {}
+    return changed_names
 
 
 def changes_of(
@@ -116,6 +151,8 @@ def _leave_out_single_metrics(stored_config: Any, new_config: Any) -> tuple[Any,
     metrics = {
         name for config in (stored_config, new_config) for name in _table(config, "run").get("metrics") or ()
     }
+    # functions that were passed in Python have no module in their names; methods and all other code have one
+    metrics |= {name for code in codes for name in code if ":" not in name}
     unshared_metrics = {name for name in metrics if any(name not in code for code in codes)}
     if not any(name in code for name in unshared_metrics for code in codes):
         return stored_config, new_config

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from ..core.io.text import join_words
 from ..results.records import RoundRecord, read_records
 from ..storage import checkpoint
 from ..storage.run_files import read_config
 from ..storage.run_folder import RunFolder
-from .config_changes import check_changes, describe_version_changes, find_changed_callbacks
+from .config_changes import (
+    check_changes,
+    describe_version_changes,
+    find_changed_callbacks,
+    keep_measured_fields,
+)
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -59,14 +65,21 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         last_record = RoundRecord(round=run.round, restored=True)
         # over a network the clients evaluate at the end of the next round
         records.append(last_record if run.evaluates_late else run.evaluate_last(last_record))
-    if folder.config != stored_config or is_damaged:
-        folder.reconfigure()
-    checkpoint.tidy(folder.path / "checkpoint")
-    folder.remove_later_best(run.round)
     has_ended = folder.has_ended(run.round, stored_config)
     if has_ended:
         run.stopped = str(folder.read_status().get("message", ""))
     goes_on = not has_ended and run.round < run.settings.rounds
+    if not goes_on and folder.is_finished() and (names := keep_measured_fields(stored_config, folder.config)):
+        logger.warning(
+            "%s has ended, so that %s would change nothing and keep their former values. Ask for more rounds by run.rounds, "
+            "or start a new run in another folder.",
+            folder.path,
+            join_words([f"run.{name}" for name in names]),
+        )
+    if folder.config != stored_config or is_damaged:
+        folder.reconfigure()
+    checkpoint.tidy(folder.path / "checkpoint")
+    folder.remove_later_best(run.round)
     if goes_on or missing_rounds:
         # rounds after the checkpoint will be repeated
         folder.rewrite(r.to_line() for r in records)

@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ..core.arguments.field_checks import ALIASES, check_arguments, find_argument, list_arguments
+from ..core.arguments.user_code import import_named
 from ..core.contract import AnyMethod, Method
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
@@ -24,7 +26,7 @@ from ..engines.engine import Engine
 from ..methods import METHODS
 from ..models.architecture import Architecture
 from ..models.fingerprint import describe_callable, describe_named
-from ..results.client_metrics import split_metrics
+from ..results.client_metrics import OwnMetrics, split_metrics
 from ..results.ranking import find_best
 from ..results.records import RunRecord
 from ..storage.run_files import read_config
@@ -99,11 +101,15 @@ def simulate(
             ...``. ``metrics`` takes functions, too: ``metric(scores, targets)`` gets NumPy arrays of one client and
             returns a number.
 
+    One process makes one run at a time, because runs in several threads would change each other's results; a callback
+    may start a run. Modules of the federation are in the same modes afterwards as before.
+
     Returns:
         The result, with the last state and the records of all rounds.
 
     Raises:
-        FedlowrankError: if the arguments are invalid or the training diverges; a run folder stays resumable.
+        FedlowrankError: if the arguments are invalid, another thread runs simulate, or the training diverges; a run folder
+            stays resumable.
 
     Example:
         >>> import torch
@@ -146,14 +152,15 @@ def simulate(
     check_loggers(run_settings.log, None if folder is None else Path(folder))
     if not resume:
         check_schedules(method, run_settings.rounds, [len(client.train) for client in federation.clients])
-    with threads(run_settings.threads):
+    with _only_run_of_process(), _restored_modes(federation), threads(run_settings.threads):
         plan = Plan.read(Path(folder)) if resume and folder is not None else None
         run = Run(method, federation, run_settings, ENGINES[run_settings.engine](), plan, own_metrics)
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return Result(run, run_rounds(run, None, [], progress, callbacks))
-        with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as run_folder:
+        description = run_description(run, config or {}, own_metrics)
+        with RunFolder(Path(folder), description, run.clients()) as run_folder:
             if resume:
                 records = restore_run(run, run_folder)
                 if run_folder.is_finished():
@@ -240,19 +247,27 @@ def _check_best_round(folder: Path, round: int) -> None:
         )
 
 
-def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+def run_description(
+    run: Run, config: Mapping[str, Any], own_metrics: OwnMetrics | None = None
+) -> dict[str, Any]:
     """Make the contents of ``run.json``; an entry ``variant`` names the method as the experiment does."""
-    description = {**describe_run(run.method, run.federation, run.settings), **config}
+    description = {**describe_run(run.method, run.federation, run.settings, own_metrics), **config}
     description["method"] |= description.pop("variant", {})
     return {**description, "plan": dataclasses.asdict(run.plan)}
 
 
-def describe_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> dict[str, Any]:
+def describe_run(
+    method: AnyMethod, federation: Federation, settings: RunSettings, own_metrics: OwnMetrics | None = None
+) -> dict[str, Any]:
     """Describe everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
     method = unwrap(method)
     cls = type(method)
-    code = describe_named({f"{cls.__module__}:{cls.__qualname__}": cls})
+    named_metrics = {name: import_named(name, "run.metrics") for name in settings.metrics if ":" in name}
+    code = {
+        **describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **named_metrics}),
+        **{name: describe_callable(metric) for name, metric in (own_metrics or {}).items()},
+    }
     return {
         "name": federation.name,
         "method": {
@@ -363,6 +378,39 @@ def _suggest_owner(name: str, value: Any, method: AnyMethod) -> str:
     if name in _DATA:
         return f"It belongs to the data: Federation.from_arrays(..., {name}=...)."
     return ""
+
+
+_RUNNING = threading.RLock()
+"""Lock of the thread in which a run of this process is in progress."""
+
+
+@contextlib.contextmanager
+def _only_run_of_process() -> Iterator[None]:
+    """Refuse a run while another thread runs one; a callback may start a run inside a run.
+
+    Runs in several threads would share the seeded global generators of torch, numpy and Python, the number of torch
+    threads, and the modes and parameters of a common module. Waiting instead could never end: a callback may wait for the
+    other thread.
+    """
+    if not _RUNNING.acquire(blocking=False):
+        raise ConfigError(
+            "another thread of this process runs simulate, and runs in threads would change each other's results. Start the "
+            "runs one after another, or in processes: concurrent.futures.ProcessPoolExecutor, or engine='processes' for the "
+            "clients of one run"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
+
+
+@contextlib.contextmanager
+def _restored_modes(federation: Federation) -> Iterator[None]:
+    """Restore the training or evaluation modes of the user's modules after a run."""
+    with contextlib.ExitStack() as stack:
+        for architecture in federation.architectures.values():
+            stack.enter_context(architecture.restored_modes())
+        yield
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from fedlowrank import Federation
-from fedlowrank.core.errors import DataError
+from fedlowrank.core.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
 
@@ -115,3 +115,90 @@ def test_it_names_what_is_wrong():
     ):
         with pytest.raises(DataError, match=message):
             Federation.from_partitions(given, model, **settings)
+
+
+def test_a_transform_is_applied_once_to_each_example():
+    whole, pixels = pictures(12)
+
+    def normalize(batch):
+        batch["img"] = [torch.from_numpy(np.array(v)).permute(2, 0, 1) / 128 - 1 for v in batch["img"]]
+        return batch
+
+    federation = Federation.from_partitions(
+        [whole.with_transform(normalize)] * 2,
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(60, 3)),
+        val=0,
+        test=0,
+    )
+    examples = federation.clients[0].train
+    assert federation.classes == ("cat", "dog", "cow")
+    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 128 - 1
+    assert torch.equal(ordered(examples.x), ordered(expected))
+
+
+def ordered(x):
+    """Examples in an order that the division of a client's data does not change."""
+    return torch.tensor(sorted(x.flatten(1).tolist()))
+
+
+def test_a_transform_of_numbers_and_labels_is_that_of_the_rows():
+    rows = datasets.Dataset.from_dict({"a": [float(i) for i in range(8)], "label": [i % 2 for i in range(8)]})
+    part = rows.cast_column("label", datasets.ClassLabel(names=["no", "yes"])).with_transform(
+        lambda batch: {"a": [-v for v in batch["a"]], "label": [2 - v for v in batch["label"]]}
+    )
+    federation = Federation.from_partitions([part], torch.nn.Linear(1, 3), val=0, test=0)
+    order = federation.clients[0].train.x[:, 0].argsort(descending=True)
+    assert federation.clients[0].train.x[order, 0].tolist() == [part[i]["a"] for i in range(8)]
+    assert federation.clients[0].train.y[order].tolist() == [part[i]["label"] for i in range(8)]
+    # other labels than the stored ones, which have the names
+    assert federation.classes == ("0", "1", "2")
+
+
+def test_random_transforms_follow_the_seed():
+    whole, _ = pictures(6)
+
+    def crop(batch):
+        return {"pixels": [torch.rand(3) for _ in batch["img"]], "label": batch["label"]}
+
+    def read(seed):
+        state = torch.get_rng_state()
+        made = Federation.from_partitions(
+            [whole.with_transform(crop)] * 2,
+            lambda: torch.nn.Linear(3, 3),
+            features=["pixels"],
+            seed=seed,
+            val=0,
+            test=0,
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+        return [ordered(client.train.x) for client in made.clients]
+
+    first, again, other = read(0), read(0), read(1)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_transforms_that_cannot_be_read_are_named():
+    whole, _ = pictures(6)
+    model = torch.nn.Linear(3, 3)
+
+    def fail(batch):
+        raise ValueError("no such file")
+
+    with pytest.raises(DataError, match=r"transform .* fails at example 0: ValueError: no such file"):
+        Federation.from_partitions([whole.with_transform(fail)], model)
+    with pytest.raises(DataError, match="no column 'label'"):
+        Federation.from_partitions([whole.with_transform(lambda b: {"x": [1.0 for _ in b["img"]]})], model)
+    with pytest.raises(ConfigError, match=r"features: a list is needed, such as \['img'\]"):
+        Federation.from_partitions([whole], model, features="img")
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_the_format_of_a_data_set_does_not_change_its_images(form):
+    whole, pixels = pictures(6)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(60, 3))
+    federation = Federation.from_partitions([whole.with_format(form)], model, val=0, test=0)
+    expected = torch.from_numpy(pixels.transpose(0, 3, 1, 2) / np.float32(255))
+    assert torch.equal(ordered(federation.clients[0].train.x), ordered(expected))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.errors import DataError, TaskError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.datasets.csv_table import Csv
 from fedlowrank.methods import FedAvg
@@ -187,3 +189,98 @@ def test_an_experiment_names_it(tmp_path: Path) -> None:
         "model": {"names": ["linear"]},
     }
     assert any("several classes" in note for note in ExperimentConfig.parse(fields).federation().notes)
+
+
+SECONDS = 1.7e9 + np.linspace(0, 60, 12)[:, None]
+
+
+@pytest.mark.parametrize("y", [SECONDS, torch.from_numpy(SECONDS), (SECONDS * 1000).astype(int)])
+def test_targets_that_float32_cannot_distinguish_are_pointed_out(y: Any) -> None:
+    loss = "mse" if np.asarray(y).dtype.kind != "f" else "auto"
+    with warnings.catch_warnings(record=True) as actual:
+        warnings.simplefilter("always")
+        federation = Federation.from_arrays([(X, y), (X, y - y.min())], nn.Linear(4, 1), loss=loss)
+    assert len(federation.clients[0].train.y.unique()) < 10
+    (text,) = {str(w.message) for w in actual}
+    assert text.startswith("client 0: the targets lie between 1")
+    assert "Subtract" in text
+
+
+def test_targets_of_files_that_float32_cannot_distinguish_are_pointed_out(tmp_path: Path) -> None:
+    np.savez(tmp_path / "times.npz", x=X.numpy(), y=SECONDS)
+    with pytest.warns(
+        UserWarning, match=r"the targets in .*: the targets lie between 1700000000 and 1700000060"
+    ):
+        Arrays(str(tmp_path / "times.npz")).load()
+    rows = [f"{float(x[0])},{float(y)}" for x, y in zip(X, SECONDS[:, 0] + 0.5, strict=True)]
+    (tmp_path / "times.csv").write_text("\n".join(["a,label", *rows]))
+    with pytest.warns(UserWarning, match=r"column 'label'.*: the targets lie between 1700000000\.5"):
+        Csv(str(tmp_path / "times.csv"), label="label").load()
+
+
+class TokenScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(9, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.embedding(x))
+        return scores
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "focal"])
+def test_labels_of_tokens_may_have_a_single_positive_in_each_row(loss: str, tmp_path: Path) -> None:
+    x = torch.arange(12 * 6).reshape(12, 6) % 9
+    y = nn.functional.one_hot(torch.arange(12) % 6, 6)
+    federation = Federation.from_arrays([{"train": (x, y), "test": (x, y)}], TokenScores(), loss=loss)
+    result = simulate("fedavg", federation, rounds=1)
+    accuracy = (result.predict(0, x).argmax(-1) == y).double().mean()
+    assert result.mean_accuracy() == pytest.approx(float(accuracy))
+    np.savez(tmp_path / "tokens.npz", x=x.numpy(), y=y.numpy())
+    assert torch.equal(Arrays(str(tmp_path / "tokens.npz")).load().train.y, y)
+    # one-hot rows of one class an example are still recognized
+    with pytest.raises(TaskError, match=r"one-hot rows: give the number of each class, y\.argmax\(1\)"):
+        Federation.from_arrays([(X, nn.functional.one_hot(Y, 2))], nn.Linear(4, 2), loss=loss)
+
+
+def test_a_client_whose_numbers_an_embedding_lacks_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randint(0, 10, (12, 6), generator=generator)
+    large, negative = small.clone(), small.clone()
+    large[7, 2], negative[4, 0] = 14, -1
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(24, 2))
+
+    for x, part, index, numbers in ((large, "train", 7, "14"), (negative, "test", 4, "-1")):
+        other = {"train": (small, Y), part: (x, Y)}
+        with pytest.raises(TaskError, match=rf"client 1 \({part}\): .* at example {index} .*{numbers}"):
+            Federation.from_arrays([{"train": (small, Y)}, other], model)
+
+
+class SumOfColumns(nn.Module):
+    """Looks up a number that no column has alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.embedding(x.sum(1))
+        return scores
+
+
+def test_a_model_may_look_up_what_it_computes_of_the_inputs() -> None:
+    numbers = torch.arange(12) % 10
+    x = torch.stack([numbers, 9 - numbers], 1)
+    assert len(Federation.from_arrays([(x, Y), (x, Y)], SumOfColumns()).clients) == 2
+
+
+@pytest.mark.parametrize("features", ["age", "ab", 3])
+def test_features_that_are_no_list_are_refused(features: Any) -> None:
+    frame = pd.DataFrame({"client": [0, 1] * 6, "age": X[:, 0], "a": X[:, 1], "b": X[:, 2], "ill": Y})
+    with pytest.raises(DataError, match=rf"features= is a list of columns, such as \[{features!r}\]"):
+        Federation.from_arrays(frame, nn.Linear(2, 2), client="client", target="ill", features=features)
+    arrays = {"age": X[:, :1], "a": X[:, 1:2], "label": Y}
+    with pytest.raises(DataError, match="is a list of columns"):
+        Federation.from_arrays([arrays], nn.Linear(1, 2), features=features)

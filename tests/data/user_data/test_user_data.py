@@ -311,6 +311,26 @@ def test_labels_that_are_places_among_the_scores_stay() -> None:
         make([(X, np.arange(12) % 4)])
 
 
+def test_labels_go_unchanged_to_a_loss_of_the_users_own() -> None:
+    counts = np.array([0, 2, 4, 6, 16, 78])[np.arange(12) % 6]
+
+    def poisson(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.poisson_nll_loss(scores[:, 0], targets.float(), reduction="none")
+
+    for values in (counts, counts + 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            federation = make([(X, values), (X[:2], values[:2])], nn.Linear(4, 1), loss=poisson)
+        check(federation, 0, X, values)
+        check(federation, 1, X[:2], values[:2])
+        parts = {"train": (X, values), "test": (X, values)}
+        result = simulate("fedavg", make([parts], nn.Linear(4, 1), loss=poisson), rounds=1)
+        expected = poisson(result.predict(0), torch.as_tensor(values)).mean()
+        assert result.rounds[-1].values("loss", split="test") == [pytest.approx(float(expected), rel=1e-5)]
+    with pytest.raises(DataError, match=r"largest label is 1700000000.*real targets \[n, 1\]"):
+        make([(X, np.arange(12) + 1_699_999_989)], nn.Linear(4, 1), loss=poisson)
+
+
 # -- inputs --------------------------------------------------------------------------------------------------
 
 

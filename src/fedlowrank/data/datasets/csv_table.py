@@ -19,7 +19,7 @@ from ...core.errors import DataError, did_you_mean
 from ...core.io.text import explain_encoding, list_first
 from ..dataset import Dataset, Examples, WideColumn
 from ..download.data_files import check_file, expand_path
-from ..input_types import are_rounded
+from ..input_types import are_rounded, warn_of_rounding
 from ..user_data.user_arrays import find_target_warning
 
 if TYPE_CHECKING:
@@ -291,6 +291,8 @@ class Csv(CheckedFields):
             for part in parts:
                 self._refuse_decimal_commas(part)
             raise DataError(f"{self.path!r}: a regression needs numbers in the column {self.label!r}.")
+        for part in parts:
+            warn_of_rounding(part.to_numpy(), f"the column {self.label!r} of {self.path!r}", "targets")
         return [torch.from_numpy(part.to_numpy(dtype=np.float32)[:, None].copy()) for part in parts], ()
 
     def _refuse_decimal_commas(self, column: Series) -> None:

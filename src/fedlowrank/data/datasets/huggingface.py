@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import DataError, did_you_mean
+from ...core.key import Key
 from ..arrays import convert_array, encode_clients, encode_labels, to_float32
 from ..dataset import Dataset, Examples
 from ..input_types import InputTypes
@@ -88,7 +89,12 @@ class HuggingFace(CheckedFields):
         )
 
     def read_parts(
-        self, library: Any, parts: Sequence[Any], *, learns_numbers: bool = False
+        self,
+        library: Any,
+        parts: Sequence[Any],
+        *,
+        learns_numbers: bool = False,
+        key: Key = Key(("transform",)),  # noqa: B008 - a key is a constant
     ) -> tuple[list[Examples], tuple[str, ...], tuple[str, ...]]:
         """Read the examples of several ``datasets.Dataset`` with the same columns, the names of the classes, and notes.
 
@@ -96,20 +102,23 @@ class HuggingFace(CheckedFields):
             library: the module ``datasets``.
             parts: data sets to read; classes are numbered over all of them.
             learns_numbers: whether whole numbers are real targets, too.
+            key: key of the random draws of transforms (``with_transform``), which are applied once to each example.
 
         Raises:
-            DataError: if a column is missing or cannot be used.
+            DataError: if a column is missing or cannot be used, or a transform fails.
         """
+        stored_parts = parts
+        parts = [self._apply_transform(library, part, key / i) for i, part in enumerate(parts)]
         for part in parts:
             for column in (self.label, self.client, *self.features):
                 if column is not None and column not in part.features:
                     hint = did_you_mean(column, part.features)
                     raise DataError(f"{self.path!r} has no column {column!r}. {hint}")
-        columns = self._choose_columns(library, parts[0])
+        columns = self._choose_columns(library, parts[0], stored_parts[0])
         types, losses = InputTypes(), ImageLosses()
         inputs = [self._read_inputs(library, part, columns, types, losses) for part in parts]
         notes = ((warning,) if (warning := types.warning()) else ()) + losses.report()
-        labels, classes = self._read_labels(library, parts, learns_numbers)
+        labels, classes = self._read_labels(library, parts, stored_parts, learns_numbers)
         return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
     def _choose_splits(self, splits: Any) -> list[Any]:
@@ -121,14 +130,38 @@ class HuggingFace(CheckedFields):
                 raise DataError(f"{self.path!r} has no split {name!r}. {did_you_mean(name, splits)}{hint}")
         return [splits[name] for name in names]
 
-    def _choose_columns(self, library: Any, part: Any) -> list[str]:
-        """Choose the columns of the inputs."""
+    def _apply_transform(self, library: Any, part: Any, key: Key) -> Any:
+        """Read a data set once through the user's transform, if it has one."""
+        if part.format["type"] != "custom" or not len(part):
+            return part
+        rows = []
+        with key.global_generators():
+            for i in range(len(part)):
+                try:
+                    rows.append({name: _to_plain(value) for name, value in part[i].items()})
+                except Exception as error:
+                    raise DataError(
+                        f"the transform of {self.path!r} (with_transform) fails at example {i}: {type(error).__name__}: {error}"
+                    ) from error
+                if rows[i].keys() != rows[0].keys():
+                    raise DataError(
+                        f"the transform of {self.path!r} (with_transform) makes the columns {[*rows[0]]} of example 0 and "
+                        f"{[*rows[i]]} of example {i}. Return the same columns for all"
+                    )
+        return library.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})
+
+    def _choose_columns(self, library: Any, part: Any, stored_part: Any) -> list[str]:
+        """Choose the columns of the inputs; a transform may have made arrays of the images of the stored part."""
         if self.features:
             return list(self.features)
         candidates = {
             name: feature for name, feature in part.features.items() if name not in (self.label, self.client)
         }
-        images = [name for name, feature in candidates.items() if isinstance(feature, library.Image)]
+        images = [
+            name
+            for name, feature in candidates.items()
+            if isinstance(stored_part.features.get(name, feature), library.Image)
+        ]
         if len(images) > 1:
             raise DataError(f"{self.path!r} has several image columns, {images}. Set data.features.")
         numbers = [name for name, feature in candidates.items() if _is_number(library, feature)]
@@ -144,7 +177,7 @@ class HuggingFace(CheckedFields):
     ) -> Tensor:
         description = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
         if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
-            images = (row[columns[0]] for row in part.select_columns(columns))
+            images = (row[columns[0]] for row in part.select_columns(columns).with_format(None))
             names = [f"image {i} (counted from 0)" for i in range(len(part))]
             return stack_images(images, names, self.size, self.channels, losses)
         values = [_read_column(part, column) for column in columns]
@@ -160,13 +193,13 @@ class HuggingFace(CheckedFields):
         return convert_array(x.astype(np.uint8) if stored_type == "uint8" else x, description, types)
 
     def _read_labels(
-        self, library: Any, parts: Sequence[Any], learns_numbers: bool
+        self, library: Any, parts: Sequence[Any], stored_parts: Sequence[Any], learns_numbers: bool
     ) -> tuple[list[Tensor], tuple[str, ...]]:
         description = f"the column {self.label!r}"
         values = [_read_column(part, self.label) for part in parts]
         if learns_numbers or all(v.dtype.kind == "f" for v in values):
             # a column of single numbers is the target of one output
-            return [to_float32(v if v.ndim > 1 else v[:, None], description) for v in values], ()
+            return [to_float32(v if v.ndim > 1 else v[:, None], description, "targets") for v in values], ()
         if any(v.ndim > 1 for v in values):
             raise DataError(
                 f"{description} holds lists of whole numbers, {describe_array(values[0])}. For several labels an example set "
@@ -174,9 +207,13 @@ class HuggingFace(CheckedFields):
                 "its number."
             )
         labels, classes = encode_labels(values, description)
-        feature = parts[0].features[self.label]
-        if isinstance(feature, library.ClassLabel):
-            if any(part.features[self.label] != feature for part in parts):
+        feature = stored_parts[0].features.get(self.label)
+        # labels that a transform changed are not those that have the names
+        if isinstance(feature, library.ClassLabel) and all(
+            part is stored or np.array_equal(labels_of_part, _read_column(stored, self.label))
+            for part, stored, labels_of_part in zip(parts, stored_parts, values, strict=True)
+        ):
+            if any(part.features[self.label] != feature for part in stored_parts):
                 raise DataError(f"{description} has other classes in the test part or in another partition.")
             classes = tuple(feature.names)
         return labels, classes
@@ -191,6 +228,12 @@ def _read_column(part: Any, column: str) -> np.ndarray:
             raise DataError(f"the column {column!r} has missing values or lists of different lengths.")
         array = np.array(texts)
     return array
+
+
+def _to_plain(value: Any) -> Any:
+    """Convert a tensor of one example to an array or a number, as the library stores them."""
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    return array.item() if isinstance(array, np.ndarray) and not array.ndim else array
 
 
 def _find_stored_type(feature: Any) -> str:

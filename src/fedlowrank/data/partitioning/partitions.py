@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError, did_you_mean, warn_user
+from ...core.key import Key
 from ...core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss
 from ..datasets.huggingface import HuggingFace
 from ..user_data.user_arrays import ArrayPair
@@ -21,6 +22,7 @@ def read_partitions(
     size: int | None,
     channels: int,
     loss: Loss,
+    key: Key,
 ) -> tuple[list[ArrayPair | Mapping[str, ArrayPair]], tuple[str, ...]]:
     """Read the arrays of each partition, and the names of the classes; see ``Federation.from_partitions``.
 
@@ -49,7 +51,7 @@ def read_partitions(
         "the partitions", features=tuple(features), label=label, size=size, channels=channels
     )
     learns_numbers = loss.kind in OF_REAL_TARGETS and loss.kind not in OF_LABELS
-    examples, classes, notes = reader.read_parts(library, parts, learns_numbers=learns_numbers)
+    examples, classes, notes = reader.read_parts(library, parts, learns_numbers=learns_numbers, key=key)
     for note in notes:
         warn_user(note)
     clients: list[Any] = [{} for _ in client_partitions]

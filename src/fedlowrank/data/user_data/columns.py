@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,11 @@ class Columns:
     target: Any = None
     features: Sequence[Any] | None = None
     split: Any = None
+
+    def __post_init__(self) -> None:
+        features = self.features
+        if features is not None and (isinstance(features, str) or not isinstance(features, Iterable)):
+            raise DataError(f"features= is a list of columns, such as [{features!r}]; it is {features!r}")
 
     def choose(self, keys: Sequence[Any], prefix: str, description: str) -> tuple[Any, list[Any]]:
         """Choose the target and the inputs among the keys of a dict.

@@ -15,7 +15,7 @@ from ...core.io.text import list_first
 from ...core.key import Key
 from ...core.learning.losses import AUTO, IGNORE_INDEX, OF_LABELS, OF_REAL_TARGETS, Loss
 from ..dataset import ClientData, Examples, Inputs
-from ..input_types import InputTypes
+from ..input_types import WIDE_TYPES, InputTypes, warn_of_rounding
 from ..partitioning.checks import check_finite_values, check_unmasked, describe_array
 from ..pixels import Pixels
 from .array_copies import ArrayCopies
@@ -150,6 +150,8 @@ def make_examples(
     try:
         target_tensor = to_tensor(y, "the targets")
         targets = _convert_targets(target_tensor, isinstance(x, Mapping), loss)
+        if targets.is_floating_point() and target_tensor.dtype in WIDE_TYPES:
+            warn_of_rounding(target_tensor.cpu().numpy(), part_title, "targets")
         if isinstance(x, Mapping):
             originals = {name: _to_rows(a, f"input {name!r}") for name, a in x.items()}
             inputs: Inputs = {name: types.convert(t, part_title, name) for name, t in originals.items()}
@@ -388,8 +390,9 @@ def _convert_targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
         return _to_type(y if y.ndim != 1 else y[:, None], torch.float32)
     if is_real and y.ndim >= 2:
         return _to_type(y, torch.float32)
-    # token labels [n, T] come with named inputs
-    if is_real or (y.ndim == 2 and not has_named_inputs and find_target_hint(y)):
+    # token labels [n, T] come with named inputs or a loss of labels; check_scores refuses one-hot rows then
+    may_be_tokens = has_named_inputs or (loss.kind in OF_LABELS and y.ndim == 2 and y.shape[1] > 1)
+    if is_real or (y.ndim == 2 and not may_be_tokens and find_target_hint(y)):
         hint = find_target_hint(y) or "Real targets are [n, d], labels of classes whole numbers [n]."
         raise DataError(f"the targets are {describe_array(y)}. {hint}")
     return _to_type(y, torch.int64)

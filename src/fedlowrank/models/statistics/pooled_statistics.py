@@ -140,7 +140,8 @@ def _sweep(
         calls[name] += 1
         moments = moments_by_call.get(call)
         if moments is None:
-            moments = Moments.of(x)
+            # a forward pass that differentiates is recorded
+            moments = Moments.of(x.detach())
             new_moments[call] = new_moments[call].pooled_with(moments) if call in new_moments else moments
         reference: Any = x if layer.weight is None else layer.weight
         layer._buffers["running_mean"] = moments.mean.to(reference)
