@@ -567,3 +567,13 @@ def test_a_loss_with_trainable_parameters_is_refused_and_a_frozen_one_is_not() -
     with torch.no_grad():
         expected = float(margin(model(x), data[0][1]).mean())
     assert record.mean("loss", split="test") == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_own_loss_beyond_its_scores_says_that_labels_are_as_they_were_given() -> None:
+    def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(scores, targets, reduction="none")
+
+    data = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), 1 + torch.arange(6) % 3)] * 2
+    with pytest.raises(IndexError) as error:
+        simulate("fedavg", Federation.from_arrays(data, nn.Linear(4, 3), loss=cross_entropy), rounds=1)
+    assert "it gets labels as they were given, and scores [" in error.value.__notes__[0]

@@ -297,7 +297,14 @@ class Loss(CheckedFields):
     def _own(self, scores: Tensor, y: Tensor) -> Tensor:
         if self.function is None:
             raise AssertionError(f"the function {self.kind} is not imported")
-        losses: Any = self.function(scores, y)
+        try:
+            losses: Any = self.function(scores, y)
+        except IndexError as error:
+            error.add_note(
+                f"The loss {self.kind} is your own, so that it gets labels as they were given, and scores {[*scores.shape]}. If "
+                "it counts classes from 0, number the labels so."
+            )
+            raise
         if not isinstance(losses, Tensor):
             raise LossError(
                 f"the loss {self.kind} gave a {type(losses).__name__}; it must give a tensor [examples]"
