@@ -144,7 +144,8 @@ def test_an_override_of_another_form(override: str, capsys: Capsys) -> None:
         ("run.evaluate_every=0", "evaluate_every"),
         ("run.threads=0", "threads"),
         ("run.threads=8193", "run.threads must be <= 8192; it is 8193"),
-        ("run.threads=99999999999999999999", "run.threads must be <= 8192; it is 99999999999999999999"),
+        ("run.threads=9999999999999999", "run.threads must be <= 8192; it is 9999999999999999"),
+        ("run.threads=99999999999999999999", "run.threads: whole numbers have at most 64 bits"),
         ("run.lost_replies=1", "lost_replies"),
         ("run.target=2", "target"),
         ("run.representations=-5", "representations"),
@@ -527,6 +528,9 @@ def test_a_report_that_cannot_be_written(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file)
     Path("plain").write_text("")
+    message = refused(capsys, "report", "runs/small/fedavg-s0", "--latex", "t.txt", "--csv", "./t.txt")
+    assert "--latex and --csv both name t.txt" in message
+    assert not Path("t.txt").exists()
     assert "plain" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "plain/report.html")
     assert "runs" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "runs")
     pytest.importorskip("tensorboard")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedlowrank import simulate
+from fedlowrank.cli.main import main
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
@@ -132,6 +133,26 @@ def test_evaluations_keep_the_interval_of_the_first_plan(tmp_path: Path) -> None
         # training costs next to nothing, so evaluations are as rare as they may be
         run.plan_evaluations(1)
     assert (grown.evaluate_every, new.evaluate_every) == (1, 8)
+
+
+def test_a_run_that_has_ended_says_what_it_no_longer_measures(capsys: Capsys) -> None:
+    """Else run.json would name a metric that no round has."""
+    file, folder = write(Path()), Path("runs/small/fedavg-s0")
+    done(capsys, "run", file)
+    stored = RunRecord.load(folder).config
+    added = ("run.metrics=['macro_f1']", "run.keep_best=true", "run.evaluate_every=1", "split.val=0.2")
+    assert main(["compare", file, "--methods", "fedavg", *added[:3:2], "title=New"]) == 0
+    assert "run.metrics and run.evaluate_every would change nothing" in capsys.readouterr().err
+    config = RunRecord.load(folder).config
+    assert config["run"] == stored["run"]
+    assert config["experiment"]["run"] == stored["experiment"]["run"]
+    # what the report reads without any round is taken over
+    assert (stored["title"], config["title"]) == ("small", "New")
+    done(capsys, "resume", str(folder), added[0], "run.rounds=3")
+    assert "run.metrics" not in capsys.readouterr().err
+    record = RunRecord.load(folder)
+    assert record.config["run"]["metrics"] == ["macro_f1"]
+    assert [bool(r.values("macro_f1")) for r in record.rounds[-2:]] == [False, True]
 
 
 def test_the_command_line_keeps_the_noise_of_a_private_run(capsys: Capsys) -> None:

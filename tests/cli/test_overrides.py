@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.field_help import list_tables
 from fedlowrank.config.reading.merging import LayeredTables, parse_override, parse_value, parse_variation
 from fedlowrank.config.tuning import nest_values
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.data.partitioning.partition import Dirichlet
 from fedlowrank.linalg.delta import DeltaForm
@@ -206,6 +207,11 @@ def test_the_same_value_twice_and_a_table_with_more_of_its_fields() -> None:
         ),
         (["compare", "--vary", "seeds=[0],[1]"], "seeds cannot be varied: the seeds are named by --seeds"),
         (["compare", "--vary", 'compare=["fedavg"],["standalone"]'], "compare cannot be varied"),
+        (
+            ["compare", "--vary", "run.target=0.1,0.3"],
+            "run.target cannot be varied: it changes no run. Name the accuracy whose cost is reported by --target",
+        ),
+        (["run", "extends=other.toml"], "stands only at the top of such a file"),
         (["compare", "--seeds", ""], "--seeds takes whole numbers, such as 0,1,2; not ''"),
         (["compare", "run.rounds=1", "--vary", "run.rounds=2,3"], "run.rounds: nothing reads this override"),
         (["compare", "vary=run.rounds=1,2", "--vary", "run.rounds=2,3"], "vary: nothing reads"),
@@ -234,6 +240,86 @@ def test_a_default_that_every_method_has_its_own_value_of(capsys: Capsys) -> Non
     # the other method of the comparison reads it
     made = read("defaults.epochs=3", text=Path(file).read_text())
     assert [made.build_method(name).epochs for name in ("fedavg", "standalone")] == [2, 3]
+
+
+def test_a_varied_default_that_a_method_does_not_read_is_refused(capsys: Capsys) -> None:
+    """Else two equal runs would bear the names of different values."""
+    file = write(Path(), SMALL + "[methods.fedavg.optimizer]\nlr = 0.5\n")
+    message = refused(capsys, "compare", file, "--vary", "defaults.optimizer.lr=0.01,0.02")
+    assert "defaults.optimizer.lr is varied, and fedavg would not read it" in message
+    assert "methods.fedavg.optimizer.lr=..." in message
+    assert list(files(Path())) == ["small.toml"]
+    tables = LayeredTables.read(Path(file))
+    base = ExperimentConfig.parse(tables.merge())
+    with pytest.raises(ConfigError, match="fedavg would not read it"):
+        plan_runs(
+            base, ["standalone", "fedavg"], [0], ["defaults.optimizer.lr=0.01,0.02"], Path("out"), tables
+        )
+    # each method that is compared reads these
+    for names, vary in (
+        (["standalone"], "defaults.optimizer.lr=0.01,0.02"),
+        (["fedavg"], "defaults.epochs=1,2"),
+    ):
+        assert len(plan_runs(base, names, [0], [vary], Path("out"), tables)) == 2
+
+
+def test_an_override_that_only_some_methods_read_is_logged(capsys: Capsys) -> None:
+    file = write(Path(), SMALL + "[methods.fedavg.optimizer]\nlr = 0.5\n")
+    assert main(["compare", file, "defaults.optimizer.lr=0.01", "run.rounds=1"]) == 0
+    text = "defaults.optimizer: fedavg does not read this override, for the table methods.fedavg has its own"
+    assert capsys.readouterr().err.count(text) == 1
+    config = RunRecord.load(Path("runs/small/fedavg-s0")).config
+    assert config["method"]["fields"]["optimizer"]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["a/b", "../../x", "a\\b", "..", ".", "", "a\nb"])
+def test_a_name_that_cannot_be_a_folders_is_refused(name: str) -> None:
+    """A run of ``a/b`` would lie one folder deeper, where no report looks for it."""
+    tables = tomllib.loads(SMALL)
+    with pytest.raises(ConfigError, match="cannot be the name of a folder"):
+        ExperimentConfig.parse({**tables, "methods": {name: {"method": "fedavg"}}})
+    with pytest.raises(ConfigError, match=r"name: .* cannot be the name of a folder"):
+        ExperimentConfig.parse({**tables, "name": name})
+
+
+def test_a_rank_that_every_client_replaces_by_its_own_is_refused() -> None:
+    tables = {**tomllib.loads(SMALL), "method": "fedhl", "lora": {"ranks": [1, 2, 2]}}
+    with pytest.raises(
+        ConfigError, match=r"methods\.fedhl\.training\.rank = 2 does nothing beside lora\.ranks"
+    ):
+        ExperimentConfig.parse({**tables, "methods": {"fedhl": {"training": {"rank": 2}}}})
+    made = ExperimentConfig.parse({**tables, "methods": {"fedhl": {"training": {"common_rank": 2}}}})
+    assert made.build_method("fedhl").training.common_rank == 2  # type: ignore[attr-defined]
+
+
+def test_a_whole_number_beyond_64_bits_is_refused_with_its_field() -> None:
+    """Torch raises a TypeError for such a size."""
+    for field in ("model.hidden=[18446744073709551616]", "partition.clients=18446744073709551616"):
+        with pytest.raises(
+            ConfigError, match=rf"{field.partition('=')[0]}: whole numbers have at most 64 bits"
+        ):
+            read(field)
+    # a number with a fraction has no such bound
+    assert read("partition.kind=dirichlet", "partition.alpha=18446744073709551616").partition.alpha == 2.0**64  # type: ignore[union-attr]
+    huge = ("data.source=low_rank_teacher", "data.normalize=none", "data.inputs=1000000000000000")
+    with pytest.raises(DataError, match=r"data: the memory of this machine does not suffice"):
+        read(*huge).shares()
+
+
+def test_infinity_is_no_clipping_and_survives_every_form(capsys: Capsys) -> None:
+    """TOML has no null, so ``inf`` is the only way to name it in a grid."""
+    text = SMALL + "[methods.fedavg.optimizer]\nlr = 0.1\nclip = inf\n"
+    made = read(text=text)
+    assert made.build_method("fedavg") == read(text=text.replace("clip = inf\n", "")).build_method("fedavg")
+    assert ExperimentConfig.parse(tomllib.loads(made.to_toml())).to_dict() == made.to_dict()
+    assert ExperimentConfig.parse(json.loads(json.dumps(made.to_dict()))).to_dict() == made.to_dict()
+    done(capsys, "run", write(Path(), text), "run.rounds=1", "-o", "r")
+    done(capsys, "resume", "r", "run.rounds=2")
+    done(capsys, "run", write(Path()), "-o", "whole")
+    records = [[r.untimed() for r in RunRecord.load(Path(folder)).rounds] for folder in ("r", "whole")]
+    assert records[0] == records[1]
+    done(capsys, "compare", write(Path()), "--methods", "fedavg", "--vary", "defaults.optimizer.clip=1.0,inf")
+    assert "| inf |" in Path("runs/small/report.md").read_text()
 
 
 def test_a_part_of_a_methods_table_is_laid_over_the_default() -> None:

@@ -54,7 +54,7 @@ def record(rounds: list[RoundRecord], clients: list[dict[str, Any]]) -> RunRecor
 
 def by_clients(round: int, val: list[Any], test: list[Any], kind: str = "accuracy") -> RoundRecord:
     tables = {kind: {"personal": {"val": val, "test": test}, "other": {"val": [0.0]}}}
-    return RoundRecord(round, measured=make_client_table(tables))
+    return RoundRecord(round, [0] * (round > 0), measured=make_client_table(tables))
 
 
 CLIENTS: list[dict[str, Any]] = [{"id": i} for i in range(3)]
@@ -64,7 +64,7 @@ def test_a_run_is_scored_by_the_validation_of_its_clients() -> None:
     rounds = [
         by_clients(0, [0.1, 0.1, None], [1.0, 1.0, 1.0]),
         by_clients(5, [0.9, 0.5, None], [0.0, 0.0, 0.0]),
-        RoundRecord(6),
+        RoundRecord(6, [0]),
         by_clients(7, [0.6, 0.4, None], [1.0, 1.0, 1.0]),
     ]
     assert score_run(record(rounds, CLIENTS), "last") == (0.5, 7, False)
@@ -87,11 +87,13 @@ def test_a_run_that_used_no_reply_has_no_score() -> None:
     for at in ("last", "best"):
         assert score_run(record([start, *dropped], CLIENTS[:2]), at) is None
         assert score_run(record([start, *dropped, used], CLIENTS[:2]), at) is not None
+        # no client was drawn
+        assert score_run(record([start, RoundRecord(1, measured=table)], CLIENTS[:2]), at) is None
 
 
 def test_a_run_is_scored_by_the_series_asked_for_or_else_by_its_first() -> None:
     tables = {"personal": {"val": [0.1, 0.3], "test": [0, 0]}, "server": {"val": [0.5, 0.7], "test": [0, 0]}}
-    both = RoundRecord(1, measured=make_client_table({"accuracy": tables}))
+    both = RoundRecord(1, [0], measured=make_client_table({"accuracy": tables}))
     assert score_run(record([both], CLIENTS), "last", "server") == (0.6, 1, False)
     assert score_run(record([both], CLIENTS), "last", "gkr") == (0.2, 1, False)
     assert score_run(record([both], CLIENTS), "last") == (0.2, 1, False)
@@ -114,7 +116,7 @@ def test_a_model_that_is_not_finite_has_an_accuracy_and_no_score() -> None:
         }
         for v, loss in ((0.5, 1.0), (0.9, math.inf))
     ]
-    rounds = [RoundRecord(t, measured=make_client_table(table)) for t, table in enumerate(tables, 1)]
+    rounds = [RoundRecord(t, [0], measured=make_client_table(table)) for t, table in enumerate(tables, 1)]
     assert score_run(record(rounds, CLIENTS[:2]), "last") is None
     assert score_run(record(rounds, CLIENTS[:2]), "best") == (0.7, 1, False)
 
@@ -155,6 +157,10 @@ def test_an_optimum_at_the_edge_of_the_grid_is_named() -> None:
         ):
             assert part in warning
     assert find_edges(Setting("fedavg", {"optimizer.lr": 0.3, **others}), grid) == []
+    # nothing lies beyond infinity
+    clips = {"optimizer.clip": [1.0, math.inf]}
+    assert find_edges(Setting("fedavg", {"optimizer.clip": math.inf}), clips) == []
+    assert len(find_edges(Setting("fedavg", {"optimizer.clip": 1.0}), clips)) == 1
 
 
 @pytest.mark.full

@@ -310,6 +310,8 @@ def report(
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
         }:
             raise ConfigError(f"{option} {path} is a file of the report itself; choose another name")
+    if latex is not None and csv is not None and latex.resolve() == csv.resolve():
+        raise ConfigError(f"--latex and --csv both name {csv}; choose another name for one of them")
     if figures is True:
         figures = out.with_name(f"{out.stem}-figures")
     table = write_comparison(records, out, target, tables, figures)

@@ -16,7 +16,6 @@ from ..config.tuning import (
     Setting,
     choose_setting,
     find_edges,
-    has_used_no_reply,
     plan_tuning,
     score_run,
     tune_settings,
@@ -43,7 +42,8 @@ def tune(
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     config_tables = LayeredTables.read(file, overrides)
     experiment = ExperimentConfig.parse_laid(config_tables)
-    experiment.refuse_overrides_of_other_methods(config_tables, experiment.compared_methods)
+    for line in experiment.refuse_overrides_of_other_methods(config_tables, experiment.compared_methods):
+        OUT.print(line, style="yellow")
     reasons = {
         "seeds": SEEDS,
         "run.seed": SEEDS,
@@ -196,7 +196,7 @@ def _with_scores(setting: Setting, outcomes: dict[Path, Outcome], tune: TuneSett
         seed = f"seed {run.experiment.run.seed}"
         if outcome.state == "refused":
             messages.append(f"not run: {outcome.message}")
-        elif record is not None and has_used_no_reply(record):
+        elif record is not None and record.has_used_no_reply:
             messages.append(f"diverged: no reply of a client was ever used ({seed})")
         elif score is None:
             messages.append(f"diverged ({seed})")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from ..storage.run_folder import RunFolder
 from .experiment import ExperimentConfig
 from .reading.merging import LayeredTables, parse_value, parse_variation
 from .reading.unread_overrides import NOT_VARIED
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def read_varied(
         config_tables = _join_varied(config_tables, first_combination)
     method = methods[0] if methods else None
     experiment = ExperimentConfig.parse_laid(config_tables, method, methods)
-    experiment.refuse_overrides_of_other_methods(config_tables, methods or experiment.compared_methods)
+    names = methods or experiment.compared_methods
+    for text in experiment.refuse_overrides_of_other_methods(config_tables, names):
+        logger.info(text)
     return experiment
 
 
@@ -128,7 +134,7 @@ def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> Laye
                 python="name the seeds, such as seeds=[0, 1].",
                 command="name the seeds by --seeds, such as --seeds 0,1",
             )
-        if reason := NOT_VARIED.get(field.partition(".")[0]):
+        if reason := NOT_VARIED.get(field, NOT_VARIED.get(field.partition(".")[0])):
             raise ConfigError(f"{field} cannot be varied: {reason}")
         if config_tables.overrides_field(field):
             raise ConfigError(
@@ -136,7 +142,8 @@ def _join_varied(config_tables: LayeredTables, texts: Mapping[str, str]) -> Laye
                 python=f"or vary it over other values: {field}=...",
                 command=f"or vary it over other values by --vary {field}=...",
             )
-    return config_tables.join([f"{field}={value}" for field, value in texts.items()])
+    joined = config_tables.join([f"{field}={value}" for field, value in texts.items()])
+    return dataclasses.replace(joined, varied=tuple(texts))
 
 
 def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:

@@ -26,12 +26,20 @@ from ..language.export.export_settings import ExportSettings
 from ..language.language_model import Language, LanguageSettings
 from ..language.lora.peft_config import make_lora_config
 from ..methods import METHODS
+from ..methods.shared.lora_family import LoRATraining
 from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
 from ..rounds.config_changes import changes_of
 from ..rounds.run_settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
-from .reading.merging import LayeredTables, find_inherited, format_toml, lay_over
+from .reading.merging import (
+    LayeredTables,
+    find_inherited,
+    format_key,
+    format_toml,
+    is_folder_name,
+    lay_over,
+)
 from .reading.parsing import (
     CONFIG_ERROR,
     build,
@@ -110,7 +118,10 @@ class ExperimentConfig(pydantic.BaseModel):
         tune: the grid search of ``fedlowrank tune``.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    # infinity stays what it is: JSON has no word for it, and null would be read as no value
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, ser_json_inf_nan="constants"
+    )
 
     name: str = "experiment"
     title: str = ""
@@ -157,11 +168,7 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         if unknown := [name for name in tables if name not in cls.model_fields]:
             # first, because a misspelled name can make other sections look incomplete
-            lines = [
-                f"there is no section {n!r}. {did_you_mean(n, ['extends', *cls.model_fields])}"
-                for n in unknown
-            ]
-            raise ConfigError("\n".join(lines))
+            raise ConfigError("\n".join(map(_explain_section, unknown)))
         try:
             return cls.model_validate(dict(tables), context={"allow_code": allow_code, "method": method})
         except pydantic.ValidationError as error:
@@ -208,14 +215,20 @@ class ExperimentConfig(pydantic.BaseModel):
         )
         return experiment
 
-    def refuse_overrides_of_other_methods(self, config_tables: LayeredTables, names: Sequence[str]) -> None:
-        """Refuse overrides of methods other than the named ones; see :mod:`.reading.unread_overrides`."""
+    def refuse_overrides_of_other_methods(
+        self, config_tables: LayeredTables, names: Sequence[str]
+    ) -> list[str]:
+        """Refuse overrides that the named methods do not read; see :mod:`.reading.unread_overrides`.
+
+        Returns:
+            A line for each override that only some of the methods read.
+        """
         inherited = find_inherited(config_tables.tables, config_tables.overrides)
         own_fields = {
             name: [field for field in settings.model_extra or {} if (name, field) not in inherited]
             for name, settings in self.methods.items()
         }
-        refuse_overrides_of_other_methods(config_tables.overrides, own_fields, names)
+        return refuse_overrides_of_other_methods(config_tables, own_fields, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment again with nested tables that override it.
@@ -297,8 +310,12 @@ class ExperimentConfig(pydantic.BaseModel):
 
     @model_validator(mode="after")
     def _check(self, info: pydantic.ValidationInfo) -> ExperimentConfig:
-        if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
-            raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
+        # a run's folder bears the name of its method
+        for field, name in [("name", self.name), *((f"methods.{format_key(n)}", n) for n in self.methods)]:
+            if not is_folder_name(name):
+                raise ConfigError(
+                    f"{field}: {name!r} cannot be the name of a folder. Choose a name without /, \\ and control characters"
+                )
         self._allow_code = (info.context or {}).get("allow_code", True)
         requested_method = (info.context or {}).get("method")
         if not self._allow_code:
@@ -317,6 +334,7 @@ class ExperimentConfig(pydantic.BaseModel):
             DEFAULT_METHOD
         ]
         self._methods = {name: self._build(name) for name in dict.fromkeys((*method_names, *self.methods))}
+        self._refuse_unread_ranks()
         self.concept.check(self.partition, self.augment)
         self.data.check(self.concept)
         for name in () if self.tune is None else self.tune.methods:
@@ -349,6 +367,17 @@ class ExperimentConfig(pydantic.BaseModel):
             make_lora_config(self.lora.model_extra or {})
         self.describe()
         return self
+
+    def _refuse_unread_ranks(self) -> None:
+        """Refuse a rank for clients without a rank of their own if ``lora.ranks`` gives every client one."""
+        for name, method in self._methods.items():
+            training = getattr(method, "training", None)
+            if self.lora.ranks and isinstance(training, LoRATraining) and training.rank is not None:
+                field = f"methods.{format_key(name)}.training"
+                raise ConfigError(
+                    f"{field}.rank = {training.rank} does nothing beside lora.ranks, which gives every client a rank: leave one "
+                    f"of them out, or set {field}.common_rank, which goes before lora.ranks"
+                )
 
     @property
     def run_here(self) -> RunSettings:
@@ -561,6 +590,14 @@ def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:
         raise ConfigError(f"method: {name!r} is no subclass of fedlowrank.Method")
     cls.check_class()
     return cls
+
+
+def _explain_section(name: str) -> str:
+    """Explain that an experiment has no section of this name."""
+    if name == "extends":
+        # a file's own entry was read with the file
+        return "extends names the file that an experiment file extends, and stands only at the top of such a file"
+    return f"there is no section {name!r}. {did_you_mean(name, ['extends', *ExperimentConfig.model_fields])}"
 
 
 def _leaves_split_open(value: Any) -> bool:

@@ -115,9 +115,13 @@ def _plan_run(
     # leave out everything that only the test needs
     run = {"seed": seed, "rounds": rounds, "representations": 0, "adapters": [], "keep_best": False}
     tables = {"compare": [name], "run": run, "methods": {name: nest_values(experiment, name, values)}}
-    texts = {f: value if isinstance(value, str) else json.dumps(value) for f, value in values.items()}
-    label = label_values(texts)
+    label = label_values({field: _format_setting(value) for field, value in values.items()})
     return PlannedRun(_overlay(experiment, tables), name, values, out / f"{name}{label}-s{seed}")
+
+
+def _format_setting(value: Any) -> str:
+    """Format a value as an override of the command line writes it; JSON has another word for infinity."""
+    return value if isinstance(value, str) else repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _overlay(experiment: ExperimentConfig, tables: Mapping[str, Any]) -> ExperimentConfig:
@@ -189,18 +193,12 @@ def score_run(run: RunRecord, round_choice: str, series: str | None = None) -> V
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
             "such as 0.1"
         )
-    if has_used_no_reply(run):
+    if run.has_used_no_reply:
         return None
     trained_scores = [score for score in scores if score.round > 0 and math.isfinite(score.value)]
     candidates = [scores[-1]] if round_choice == "last" else trained_scores
     best = find_best(map(_cost, candidates), lower_is_better=True)
     return candidates[best] if best is not None and math.isfinite(candidates[best].value) else None
-
-
-def has_used_no_reply(run: RunRecord) -> bool:
-    """Whether replies were dropped or lost and none was ever used, so that the models are those before training."""
-    has_lost = any(record.lost for record in run.rounds)
-    return has_lost and all(len(record.lost) >= len(record.participants) for record in run.rounds)
 
 
 def _validation(
@@ -255,7 +253,8 @@ def find_edges(setting: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]
         if len(values) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             continue
         value = setting.values[field]
-        if value in (min(values), max(values)):
+        # no grid goes beyond infinity
+        if value in (min(values), max(values)) and math.isfinite(value):
             side = "smallest" if value == min(values) else "largest"
             grid_text = ", ".join(map(str, sorted(values)))
             edges.append(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.io.text import format_count, on_one_line
+from ..core.io.text import format_count, join_words, on_one_line
+from ..results.varied_settings import last_part
 from .statistics.experiments import ComparedExperiment
 from .statistics.groups import RunGroup
 from .statistics.measures import TEST_ACCURACY, TEST_LOSS
-from .statistics.setting_names import CODE, last_part
+from .statistics.setting_names import CODE
 
 
 def find_all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
@@ -57,6 +58,7 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
             clients_text = format_count(int(missing_count), "client")
             warnings.append(f"{group.label}: {clients_text} without a test result left out of all means.")
         warnings += _find_unevaluated(group)
+        warnings += _find_untrained(group)
     series: dict[str, list[str]] = {}
     for group in groups:
         if group.headline is not None:
@@ -86,6 +88,21 @@ def _find_unevaluated(group: RunGroup) -> list[str]:
     total_count = unevaluated_count + int(row[["clients", "without", "non_finite"]].sum())
     return [
         f"{group.label}: {total_count - unevaluated_count} of {total_count} clients were evaluated; means are over those."
+    ]
+
+
+def _find_untrained(group: RunGroup) -> list[str]:
+    """Warn of seeds in which no reply of a client was used, so that the server has learned nothing."""
+    seeds = [run.record.seed for run in group.runs if run.record.has_used_no_reply]
+    if not seeds:
+        return []
+    has_drawn = any(record.participants for run in group.runs for record in run.record.rounds)
+    problem, consequence = "no client was drawn", "the models were not trained. Raise run.participation"
+    if has_drawn:
+        problem, consequence = "no reply of a client was used", "the server has learned nothing"
+    return [
+        f"{group.label}: {problem} in any round of {'seed' if len(seeds) == 1 else 'seeds'} {join_words(seeds)}, so "
+        f"{consequence}."
     ]
 
 

@@ -16,6 +16,8 @@ from .statistics.paired import ComparisonWithBest, Family
 from .statistics.run_statistics import Estimate
 from .statistics.significance import ALPHA
 
+NOT_EVALUATED = "No run was evaluated, so there is nothing to compare."
+ALL_DIVERGED = "Every run diverged, so no method has a result."
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
 MAX_NAMED_METHODS = 3  # maximum number of methods that a sentence names one by one
 
@@ -79,9 +81,9 @@ def state_headline(families: Sequence[Family]) -> ResultCard:
             f"where it has the best mean {measure_name}",
             "",
         )
-    family = families[0]
-    if not family.ranked:
-        return ResultCard("", MISSING, "", "No run was evaluated, so there is nothing to compare.", "")
+    family = next((family for family in families if not family.has_diverged), families[0])
+    if not family.ranked or family.has_diverged:
+        return ResultCard("", MISSING, "", ALL_DIVERGED if family.has_diverged else NOT_EVALUATED, "")
     measure, best = family.measure, family.ranked[0][1]
     level_groups = [group for group, result in family.ranked if _is_level(best, result, measure)]
     value, interval = _format_value(best.mean, measure), _format_interval(best, measure)
@@ -117,8 +119,8 @@ def state_headline(families: Sequence[Family]) -> ResultCard:
 
 
 def _describe(family: Family) -> Finding:
-    if not family.ranked:
-        return Finding("No run was evaluated, so there is nothing to compare.", "", "")
+    if not family.ranked or family.has_diverged:
+        return Finding(ALL_DIVERGED if family.has_diverged else NOT_EVALUATED, "", "")
     measure, best = family.measure, family.ranked[0][1]
     level_groups = [group for group, result in family.ranked if _is_level(best, result, measure)]
     names = join_words([_name(group, family) for group in level_groups])

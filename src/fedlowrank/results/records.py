@@ -293,6 +293,17 @@ class RunRecord:
         settings = ((on_one_line(key), value) for key, value in self.section("vary").items())
         return tuple((key, value) for key, value in settings if key not in NOT_SETTINGS)
 
+    @property
+    def has_used_no_reply(self) -> bool:
+        """Whether there were rounds of training and none used a client's reply, so that the models are those before training.
+
+        No client was drawn, or every reply was dropped or lost.
+        """
+        rounds = [record for record in self.rounds if record.round > 0]
+        # the participants of a restored round are not known
+        is_known = bool(rounds) and not any(record.restored for record in rounds)
+        return is_known and all(len(record.lost) >= len(record.participants) for record in rounds)
+
     @cached_property
     def ranks(self) -> dict[int, int]:
         """The LoRA rank of each client that has one."""

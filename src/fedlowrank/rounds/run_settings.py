@@ -38,7 +38,8 @@ class RunSettings(CheckedFields):
         candidates: number of candidates (d) when sampling by loss, from the number of clients in a round to all; None
             for twice the clients of a round.
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the others,
-            by whatever the method does at a client that never took part.
+            by whatever the method does at a client that never took part. A share above 0 that rounds to no client is
+            refused.
         seed: seed of everything random: partition, participants, order of examples, initial values.
         engine: name of the engine: sequential; vectorized (clients of like shapes at once); processes (one per core);
             ray (one worker per core or GPU of a Ray cluster); auto (sequential, vectorized or processes, by a rule);

@@ -17,6 +17,9 @@ from ..core.errors import ConfigError
 _RULES = ("median", "trimmed_mean", "geometric_median", "norm_bound", "krum", "multi_krum")
 _WITH_STRENGTH = ("sign_flip", "scaled", "gaussian", "alie", "inner_product", "examples")
 
+MAX_NOISE = 1e6
+"""Largest noise multiplier σ: above it nothing can be learned, and the accountants' squares overflow."""
+
 
 @dataclass(frozen=True)
 class Compression(CheckedFields):
@@ -58,9 +61,11 @@ class Clipping(CheckedFields):
 
     def __post_init__(self) -> None:
         check_switch(self, self.switch, "run.clipping")
-        check_bounds(self, {"norm": "> 0", "quantile": "> 0 and < 1", "rate": "> 0"}, "clipping")
+        check_bounds(self, {"norm": "> 0", "quantile": "> 0 and < 1", "rate": "> 0"}, "run.clipping")
         if self.quantile is not None and self.norm is None:
-            raise ConfigError("clipping.quantile: the bound needs a first value; set clipping.norm, too")
+            raise ConfigError(
+                "run.clipping.quantile: the bound needs a first value; set run.clipping.norm, too"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ class Privacy(CheckedFields):
     Attributes:
         kind: central: the server adds noise to the sum of clipped updates; local: every client adds noise to
             its own update.
-        noise: σ, the noise multiplier: the standard deviation in units of the clipping norm. None finds the
-            smallest with which all rounds stay within ``epsilon``.
+        noise: σ, the noise multiplier: the standard deviation in units of the clipping norm, at most 1e6. None
+            finds the smallest with which all rounds stay within ``epsilon``.
         epsilon: ε, the budget; the run stops before it is exceeded. None for no bound.
         delta: δ of the (ε, δ) guarantee.
         accountant: method that computes ε: pld (tight) or rdp.
@@ -88,20 +93,20 @@ class Privacy(CheckedFields):
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"noise": "> 0", "epsilon": "> 0", "delta": "> 0 and < 1"}, "privacy")
+        check_bounds(self, {"noise": "> 0", "epsilon": "> 0", "delta": "> 0 and < 1"}, "run.privacy")
         check_switch(self, self.switch, "run.privacy")
         if self.kind == "none":
             return
         # accounting uses half of a local σ: an update may replace another one of the norm C
         min_noise = 2e-6 if self.kind == "local" else 1e-6
-        check_bounds(self, {"noise": f">= {min_noise:g}"}, "privacy")
+        check_bounds(self, {"noise": f">= {min_noise:g} and <= {MAX_NOISE:g}"}, "run.privacy")
         if self.delta is None:
             raise ConfigError(
-                "privacy.delta is needed: ε means nothing without it. A usual δ is below 1 / clients"
+                "run.privacy.delta is needed: ε means nothing without it. A usual δ is below 1 / clients"
             )
         if self.noise is None and self.epsilon is None:
             raise ConfigError(
-                "privacy: set privacy.noise (σ), or privacy.epsilon, from which σ is found, or both"
+                "run.privacy: set run.privacy.noise (σ), or run.privacy.epsilon, from which σ is found, or both"
             )
 
 
@@ -128,7 +133,7 @@ class Robust(CheckedFields):
     switch: ClassVar[Switch] = Switch("rule", dict.fromkeys(("hostile", "weights"), _RULES))
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"hostile": ">= 0 and < 0.5"}, "robust")
+        check_bounds(self, {"hostile": ">= 0 and < 0.5"}, "run.robust")
         check_switch(self, self.switch, "run.robust")
 
 
@@ -169,7 +174,7 @@ class Attack(CheckedFields):
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"share": "> 0 and <= 1", "strength": "> 0", "target": ">= 0"}, "attack")
+        check_bounds(self, {"share": "> 0 and <= 1", "strength": "> 0", "target": ">= 0"}, "run.attack")
         check_switch(self, self.switch, "run.attack")
 
 
@@ -193,7 +198,7 @@ class SecureSums(CheckedFields):
 
     def __post_init__(self) -> None:
         bounds = {"bits": ">= 2 and <= 32", "bound": "> 0", "threshold": "> 0.5 and <= 1"}
-        check_bounds(self, bounds, "secure")
+        check_bounds(self, bounds, "run.secure")
         check_switch(self, self.switch, "run.secure")
 
 
@@ -219,26 +224,26 @@ class Trust(CheckedFields):
 
     def __post_init__(self) -> None:
         if self.privacy.kind != "none" and self.clipping.norm is None:
-            raise ConfigError("privacy: the noise is scaled to the clipping norm; set clipping.norm")
+            raise ConfigError("run.privacy: the noise is scaled to the clipping norm; set run.clipping.norm")
         if self.privacy.kind != "none" and self.robust.rule != "mean":
             raise ConfigError(
-                f"privacy holds for sums, and robust.rule = {self.robust.rule!r} is none; leave one of them "
+                f"run.privacy holds for sums, and run.robust.rule = {self.robust.rule!r} is none; leave one of them "
                 "out"
             )
         if self.privacy.kind == "local" and self.clipping.quantile is not None:
             raise ConfigError(
-                "clipping.quantile: under local privacy, whether an update was clipped would have to be "
-                "hidden by noise, too; set a fixed clipping.norm alone"
+                "run.clipping.quantile: under local privacy, whether an update was clipped would have to be "
+                "hidden by noise, too; set a fixed run.clipping.norm alone"
             )
         has_hostile_limit = self.robust.rule in ("trimmed_mean", "krum", "multi_krum")
         if self.attack.kind != "none" and has_hostile_limit and self.attack.share > self.robust.hostile:
             raise ConfigError(
-                f"robust.rule = {self.robust.rule!r} holds against robust.hostile = {self.robust.hostile:g} "
-                f"of the clients, but attack.share = {self.attack.share:g} of them are hostile; raise the "
+                f"run.robust.rule = {self.robust.rule!r} holds against run.robust.hostile = {self.robust.hostile:g} "
+                f"of the clients, but run.attack.share = {self.attack.share:g} of them are hostile; raise the "
                 "one or lower the other"
             )
         if self.secure.on and self.robust.rule != "mean":
             raise ConfigError(
-                f"robust.rule = {self.robust.rule!r} must see single replies, which secure sums hide; leave "
+                f"run.robust.rule = {self.robust.rule!r} must see single replies, which secure sums hide; leave "
                 "one of them out"
             )

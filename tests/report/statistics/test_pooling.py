@@ -10,7 +10,9 @@ from scipy import stats
 
 from fedlowrank.report import compare_runs
 from fedlowrank.report.figures.comparison_figures import plot_results
+from fedlowrank.report.findings import state_headline
 from fedlowrank.report.formats.markdown import comparison_markdown
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.significance import compare_over_clients, correct_holm
 from tests.report.report_runs import (
@@ -18,6 +20,7 @@ from tests.report.report_runs import (
     draw,
     findings_of,
     members,
+    page_of,
     regression_of,
     rounds_of,
     rows_of,
@@ -206,6 +209,66 @@ class TestDivergence:
         table = compare_runs(runs)
         assert [row["not_worse"] for row in rows_of(table) if "9" in row["label"]] == [None, None]
         assert not any("best" in row for row in table.summary.rows if "9" in row[0])
+
+    @pytest.mark.parametrize("methods", ["a", "ab"])
+    def test_where_every_run_diverged_none_has_a_result(self, make_run, tmp_path, methods):
+        status = {"state": "diverged", "rounds": 0}
+        runs = [
+            make_run(name, s, rounds=rounds_of([[0.1]]), status=status) for name in methods for s in range(2)
+        ]
+        assert findings_of(runs) == ["Every run diverged, so no method has a result."]
+        card = state_headline(read_experiments(runs)[0].families)
+        assert (card.best_methods, card.value, card.measure) == (
+            "",
+            "–",
+            "Every run diverged, so no method has a result.",
+        )
+        table = compare_runs(runs)
+        assert not table.summary.bold
+        assert not any("best" in row for row in table.summary.rows)
+        assert "the best on top" not in draw(plot_results, *runs).caption
+        page = page_of(runs, tmp_path)
+        assert "Every run diverged" in page
+        assert "highest mean test" not in page
+
+    def test_a_method_of_which_every_seed_diverged_is_behind_one_of_which_some_did(self, make_run):
+        """The seeds that did not diverge are a result, and models before training are none."""
+        states = {("a", 0): "diverged", ("b", 0): "diverged", ("b", 1): "finished", ("a", 1): "diverged"}
+        runs = [
+            make_run(
+                m, s, rounds=rounds_of([[0.9 if m == "a" else 0.2]]), status={"state": state, "rounds": 0}
+            )
+            for (m, s), state in states.items()
+        ]
+        (family,) = read_experiments(runs)[0].families
+        assert [group.method for group, _ in family.ranked] == ["b", "a"]
+
+    def test_a_seed_in_progress_counts_without_those_that_diverged(self, make_run):
+        states = ("diverged", "running")
+        runs = [
+            make_run("a", s, rounds=rounds_of([[0.1], [top]]), status={"state": state, "rounds": 1})
+            for s, (state, top) in enumerate(zip(states, (0.3, 0.7), strict=True))
+        ]
+        (row,) = rows_of(compare_runs(runs))
+        assert row["accuracy_last"] == pytest.approx(0.7)
+
+
+class TestUntrained:
+    def test_a_seed_without_a_used_reply_is_reported(self, make_run):
+        rows = rounds_of([[0.3, 0.4], [0.3, 0.4], [0.3, 0.4]])
+        undrawn = [{**row, "participants": [], "steps": 0, "bytes_up": 0, "bytes_down": 0} for row in rows]
+        warnings = compare_runs([make_run("a", 0, rounds=rows), make_run("a", 1, rounds=undrawn)]).warnings
+        assert not any("seed 0" in warning for warning in warnings)
+        (warning,) = compare_runs([make_run("a", 1, rounds=undrawn)]).warnings
+        assert warning.startswith(
+            "a: no client was drawn in any round of seed 1, so the models were not trained."
+        )
+        lost = [{**row, "lost": {str(i): "NaN" for i in row["participants"]}} for row in rows]
+        (warning,) = compare_runs([make_run("a", 1, rounds=lost)]).warnings
+        assert (
+            warning
+            == "a: no reply of a client was used in any round of seed 1, so the server has learned nothing."
+        )
 
 
 class TestStopped:

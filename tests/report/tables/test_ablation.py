@@ -7,7 +7,8 @@ from fedlowrank.report import compare_runs
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.experiments import read_experiments
-from fedlowrank.report.tables.sweeps import shorten_names, sweep_tables
+from fedlowrank.report.tables.sweeps import sweep_tables
+from fedlowrank.results.varied_settings import shorten_names
 from tests.report.report_runs import both, findings_of, page_of, regression_of, rounds_of, text_of
 
 METHODS = (("fedavg", "FedAvg"), ("floral", "FLoRAL"))
@@ -105,6 +106,32 @@ def test_fields_are_told_apart():
     )
     assert shorten_names(["methods.a.rank", "methods.b.rank"]) == ("a.rank", "b.rank")
     assert shorten_names(["k"]) == ("k",)
+    # many sections have a field of this name
+    assert shorten_names(["partition.kind"]) == ("partition.kind",)
+
+
+@pytest.mark.parametrize(
+    ("vary", "labels"),
+    [
+        ({"methods.b.epochs": 2}, ["a (b.epochs = 2)", "b (epochs = 2)"]),
+        (
+            {"methods.a.epochs": 3, "methods.b.epochs": 2},
+            ["a (epochs = 3, b.epochs = 2)", "b (a.epochs = 3, epochs = 2)"],
+        ),
+        ({"defaults.optimizer.lr": 0.1}, ["a (lr = 0.1)", "b (lr = 0.1)"]),
+        (
+            {"defaults.epochs": 1, "methods.a.epochs": 2},
+            ["a (defaults.epochs = 1, a.epochs = 2)", "b (epochs = 1, a.epochs = 2)"],
+        ),
+        ({'methods."c.d:E".mu': 1}, ['a ("c.d:E".mu = 1)', 'b ("c.d:E".mu = 1)']),
+    ],
+)
+def test_a_label_names_the_method_of_another_methods_setting(make_run, vary, labels):
+    """``a (epochs = 2)`` would say that a trained two epochs."""
+    (experiment,) = read_experiments([make_run(name, vary=vary) for name in "ab"])
+    assert [group.label for group in experiment.groups] == labels
+    # one text for both, by which they are compared with each other
+    assert len({group.variation for group in experiment.groups}) == 1
 
 
 @pytest.mark.full

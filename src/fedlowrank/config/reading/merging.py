@@ -8,7 +8,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ class LayeredTables:
     Attributes:
         tables: tables of the file and of those that it extends.
         overrides: nested tables of all overrides; each field occurs once.
+        varied: names of the overridden fields whose values differ between the runs of a comparison.
         logged: log messages that were written already, so that each is written once.
     """
 
     tables: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    varied: tuple[str, ...] = ()
     logged: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
@@ -49,7 +51,7 @@ class LayeredTables:
         """
         tables = _read_file(path, ())
         # if the file's name cannot be a folder's name, the experiment keeps its default name
-        if "name" not in tables and path.stem.strip(".") and "\\" not in path.stem:
+        if "name" not in tables and is_folder_name(path.stem):
             tables = {"name": path.stem, **tables}
         return cls(tables, parse_overrides(overrides))
 
@@ -58,7 +60,7 @@ class LayeredTables:
         all_overrides = copy.deepcopy(dict(self.overrides))
         for text in overrides:
             _join(all_overrides, parse_override(text), "")
-        return LayeredTables(self.tables, all_overrides, self.logged)
+        return replace(self, overrides=all_overrides)
 
     def overrides_field(self, name: str) -> bool:
         """Whether an override sets a field, given by its dotted name, or a part of the field."""
@@ -77,6 +79,11 @@ class LayeredTables:
                 self.logged.add(text)
                 logger.info(text)
         return merged
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a name can be that of a folder: a single part of a path on every system."""
+    return bool(name.strip(".")) and not re.search(r"[/\\\x00-\x1f\x7f]", name)
 
 
 def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -321,17 +328,18 @@ def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
         path: names of the enclosing tables.
     """
     nested = {key: value for key, value in tables.items() if isinstance(value, Mapping)}
-    lines = [f"{_format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
+    lines = [f"{format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
     for key, value in nested.items():
         table_path = (*path, key)
-        title = f"\n[{'.'.join(map(_format_key, table_path))}]\n"
+        title = f"\n[{'.'.join(map(format_key, table_path))}]\n"
         # a table that holds only tables needs no title of its own
         has_only_tables = bool(value) and all(isinstance(inner, Mapping) for inner in value.values())
         lines.append(("" if has_only_tables else title) + format_toml(value, table_path))
     return "".join(lines)
 
 
-def _format_key(key: str) -> str:
+def format_key(key: str) -> str:
+    """Format a name as a key of TOML, in quotes where it needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _format_value(key)
 
 
@@ -342,5 +350,5 @@ def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{format_key(k)} = {_format_value(v)}" for k, v in value.items()) + " }"
     return f"[{', '.join(map(_format_value, value))}]" if isinstance(value, (list, tuple)) else repr(value)

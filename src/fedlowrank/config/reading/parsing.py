@@ -99,7 +99,7 @@ def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> Non
 
 
 def refuse_conversions(hint: Any, value: Any, path: str) -> None:
-    """Refuse values that pydantic would convert to another type: ``"2"`` or true to a number, 1 to true.
+    """Refuse values that pydantic would convert to another type, such as ``"2"`` to a number, and integers above 64 bits.
 
     Args:
         hint: type that the value is read as, such as a dataclass for a table.
@@ -120,6 +120,8 @@ def refuse_conversions(hint: Any, value: Any, path: str) -> None:
         elif origin in (tuple, list, Sequence):
             for item in value:
                 refuse_conversions(inner[0], item, path)
+    if int in options and float not in options and type(value) is int and abs(value) >= 2**63:
+        raise ConfigError(f"{path}: whole numbers have at most 64 bits, as in TOML; it is {value}")
     if type_name := _converted_to(options, value):
         name = path.rpartition(".")[2]
         advice = f". Write {name} = {value.strip().lower()} without quotes" if isinstance(value, str) else ""
@@ -187,7 +189,8 @@ def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     """Make the validator of a dataclass once, because making it takes ten times as long as using it."""
     if cls not in _ADAPTERS:
         # a dataclass takes its configuration from the dict around it; by default unknown keys are ignored
-        _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
+        config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+        _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=config)
     return _ADAPTERS[cls]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ...core.errors import ConfigError
 from .merging import LayeredTables
@@ -33,36 +32,57 @@ NOT_VARIED = {
     "title": "all runs of a comparison have one title",
     "paper": "no run reads it",
     "reference": "no run reads it",
+    "run.target": "it changes no run. Name the accuracy whose cost is reported by --target",
 }
-"""Top-level fields and sections that cannot be varied, because no single run reads them, with the reason."""
+"""Fields and sections that cannot be varied, because no single run reads them or its results need them, with the reason."""
 
 
 def refuse_overrides_of_other_methods(
-    overrides: Mapping[str, Any], methods: Mapping[str, Collection[str]], names: Collection[str]
-) -> None:
-    """Refuse overrides of methods that do not run, and of defaults that every method replaces by its own value.
+    config_tables: LayeredTables, methods: Mapping[str, Collection[str]], names: Collection[str]
+) -> list[str]:
+    """Refuse overrides of methods that do not run, and of defaults that methods replace by their own values.
+
+    An override of a default is refused if every method has its own value. A varied default is refused if one method
+    has, because its runs would be equal and bear the names of different values.
 
     Args:
-        overrides: nested tables of the overrides.
+        config_tables: tables and overrides of the experiment.
         methods: names of the fields that each table ``[methods.NAME]`` of the experiment sets.
         names: names of the methods that run.
+
+    Returns:
+        A line for each override of a default that some of the methods do not read.
 
     Raises:
         ConfigError: if there is such an override; the message names it and what to type instead.
     """
-    for name in overrides.get("methods", {}):
+    lines = []
+    for name in config_tables.overrides.get("methods", {}):
         if name not in names:
             raise ConfigError(
                 f"methods.{name}: nothing reads this override, for the methods that run are "
                 f"{', '.join(names)}. Name {name} among them, or set methods.{next(iter(names))}."
             )
-    for name in overrides.get("defaults", {}):
+    for name in config_tables.overrides.get("defaults", {}):
         owners = [method for method in names if name in methods.get(method, ())]
-        if owners and len(owners) == len(names):
+        if not owners:
+            continue
+        if field := next((f for f in config_tables.varied if f.split(".")[:2] == ["defaults", name]), ""):
+            raise ConfigError(
+                f"{field} is varied, and {', '.join(owners)} would not read it, for the table methods.{owners[0]} has its "
+                f"own {name}. Remove {name} from this table, or vary a field of the method: "
+                f"methods.{owners[0]}.{field.removeprefix('defaults.')}=..."
+            )
+        if len(owners) == len(names):
             raise ConfigError(
                 f"defaults.{name}: nothing reads this override, for {', '.join(owners)} has its own in the table "
                 f"methods.{owners[0]}. Write methods.{owners[0]}.{name}=... instead."
             )
+        lines.append(
+            f"defaults.{name}: {', '.join(owners)} {'does' if len(owners) == 1 else 'do'} not read this override, for the "
+            f"table methods.{owners[0]} has its own {name}. methods.{owners[0]}.{name}=... overrides it"
+        )
+    return lines
 
 
 def refuse_unread_overrides(config_tables: LayeredTables, reasons: Mapping[str, str]) -> None:

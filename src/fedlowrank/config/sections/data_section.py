@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import refuse_unread_field
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, DataError
 from ...data.arrays import Arrays
 from ...data.dataset import Dataset, Normalization, normalize
 from ...data.datasets.bundled import Digits
@@ -185,4 +186,13 @@ def _stamp_files(source: Any) -> tuple[tuple[str, int, int], ...]:
 
 @functools.lru_cache(maxsize=1)
 def _load(source: Any, normalization: Normalization, files: tuple[tuple[str, int, int], ...]) -> Dataset:  # noqa: ARG001 - key
-    return normalize(source.load(), normalization)
+    try:
+        return normalize(source.load(), normalization)
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for memory of the CPU that does not suffice
+        if isinstance(error, RuntimeError) and not re.search(r"allocate memory|overflow", str(error)):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"data: the memory of this machine does not suffice for these data: {reason}. Lower the sizes in the section [data]"
+        ) from error

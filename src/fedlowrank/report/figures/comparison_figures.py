@@ -17,11 +17,12 @@ from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
 
 from ...core.io.text import on_one_line
+from ...results.varied_settings import shorten_names
 from ..number_formats import format_si
 from ..statistics.groups import RunGroup, measure_of, with_token_names
 from ..statistics.measures import TEST_ACCURACY, TEST_LOSS, Measure
 from ..statistics.run_statistics import Estimate, estimate, format_estimate, result_sort_key
-from ..statistics.setting_names import last_part, value_text
+from ..statistics.setting_names import value_text
 from . import chart
 from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
@@ -67,7 +68,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Plot the final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    results.sort(key=lambda pair: result_sort_key(measure, pair[1]))
+    results.sort(key=lambda pair: (pair[0].has_diverged, *result_sort_key(measure, pair[1])))
     if not results:
         return None
     figure, axes = new_figure(0.7 + 0.25 * len(results), 3.7)
@@ -97,7 +98,8 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         figure,
         f"{measure.title} of each method",
         f"Dot chart of final {measure.sentence_name} for {chart.count_methods(len(results))}: {', '.join(texts)}.",
-        f"Mean {measure.sentence_name} over clients at the last evaluated round, the best on top"
+        f"Mean {measure.sentence_name} over clients at the last evaluated round"
+        + ("" if all(group.has_diverged for group, _ in results) else ", the best on top")
         + (
             ". One seed, so there is no interval."
             if all(result.n == 1 for _, result in results)
@@ -271,7 +273,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     names = list(dict.fromkeys(key for group, _ in results for key, _ in group.vary))
     values = [dict(group.vary).get(names[0]) for group, _ in results]
     is_number = len(names) == 1 and all(
-        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+        isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
     )
     positions: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in results]
     table = pd.DataFrame(
@@ -291,7 +293,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         rotation, alignment = (30, "right") if sum(map(len, texts)) > 50 else (0, "center")
         axes.set_xlim(-0.4, len(ticks) - 0.6)
         axes.set_xticks(ticks, texts, rotation=rotation, ha=alignment)
-    short_names, keys = ", ".join(map(last_part, names)), ", ".join(names)
+    short_names, keys = ", ".join(shorten_names(names)), ", ".join(names)
     axes.set(xlabel=short_names)
     ends = chart.all_ends([table], measure.bounds)
     chart.set_measure_axis(axes.yaxis, measure, table["mean"].tolist(), ends)
@@ -316,4 +318,7 @@ def _shown_ci(result: Estimate) -> float:
 
 
 def _setting(group: RunGroup) -> str:
-    return ", ".join(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)
+    names = shorten_names([key for key, _ in group.vary])
+    return ", ".join(
+        f"{name}={value_text(value)}" for name, (_, value) in zip(names, group.vary, strict=True)
+    )

@@ -14,11 +14,12 @@ import pandas as pd
 
 from ...core.io.text import format_count, on_one_line
 from ...results.records import RunRecord
+from ...results.varied_settings import last_part
 from .accuracy_target import Target, choose_target
 from .measures import TEST_ACCURACY, TEST_LOSS, TOKEN_LOSS, Measure
 from .modes import find_modes
 from .run_statistics import Estimate, RunStatistics, SeriesResults, curve_over_seeds, estimate
-from .setting_names import CODE, last_part, value_text, vary_text
+from .setting_names import CODE, value_text, vary_text
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,21 @@ class RunGroup:
     short_label: str  # label without the varied settings, the same for a method throughout a sweep
     label: str  # label with the varied settings, unique in the experiment
     target: Target  # accuracy up to which costs are counted
-    runs: tuple[RunStatistics, ...]  # one per seed, in the given order: finished ones, or all if none did
+    runs: tuple[RunStatistics, ...]  # one per seed: finished ones, or else in progress, or else diverged
     unfinished_runs: tuple[
         RunStatistics, ...
-    ] = ()  # seeds that did not finish although others did; they are in no result
+    ] = ()  # seeds that did not finish, or diverged, although others did not; they are in no result
     repeated_seeds: tuple[str, ...] = ()  # seeds that occur more than once; only the first run of each counts
 
     @property
     def variation(self) -> str:
-        """Varied settings in words; empty for none."""
+        """Varied settings in words, the same for every method of a comparison; empty for none."""
         return vary_text(self.vary)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether every seed diverged, so that all results are of rounds before that."""
+        return all(run.state == "diverged" for run in (*self.runs, *self.unfinished_runs))
 
     @property
     def first(self) -> RunRecord:
@@ -212,8 +218,9 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
 
 
 def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
-    """Select the runs that finished, or all if none did, as in a report of runs in progress."""
-    return [run for run in runs if run.state == "finished"] or list(runs)
+    """Select the runs that finished, or else those in progress, or all if every run diverged."""
+    finished_runs = [run for run in runs if run.state == "finished"]
+    return finished_runs or [run for run in runs if run.state != "diverged"] or list(runs)
 
 
 def _finished_or_diverged(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
@@ -280,7 +287,7 @@ def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
         short_label = ", ".join(
             [code_label, *(f"{last_part(key)} = {value_text(own_settings.get(key))}" for key in other_keys)]
         )
-        label = f"{short_label} ({group.variation})" if group.vary else short_label
+        label = f"{short_label} ({vary_text(group.vary, group.method)})" if group.vary else short_label
         label_counts[label] += 1
         label = f"{label} [{label_counts[label]}]" if label_counts[label] > 1 else label
         labeled_groups.append(replace(group, short_label=short_label, label=label))

@@ -52,6 +52,11 @@ class Family:
         return self.ranked[0][0] if self.ranked and not self.ranked[0][1].diverged else None
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether every seed of every group diverged, so that no result is that of a trained model."""
+        return bool(self.ranked) and all(group.has_diverged for group, _ in self.ranked)
+
+    @property
     def not_worse(self) -> list[RunGroup]:
         """The best group and those that are not significantly worse; groups without a test are left out."""
         return [group for group in (self.best,) if group is not None] + [
@@ -80,7 +85,7 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
     """Compare groups of an experiment with the best of them.
 
     The best group is chosen by the same results, so p-values are corrected for the tests of all pairs. Groups in
-    which a seed or a client diverged come last and are not tested.
+    which a seed or a client diverged come last and are not tested, after them those of which every seed did.
 
     Args:
         experiment: name of the experiment.
@@ -89,7 +94,9 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         groups: groups to compare.
     """
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    ranked_results = tuple(sorted(results, key=lambda pair: result_sort_key(measure, pair[1])))
+    ranked_results = tuple(
+        sorted(results, key=lambda pair: (pair[0].has_diverged, *result_sort_key(measure, pair[1])))
+    )
     differences = [
         None if result.diverged else _difference(group, ranked_results[0][0], measure)
         for group, result in ranked_results[1:]

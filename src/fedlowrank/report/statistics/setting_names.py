@@ -10,6 +10,7 @@ from typing import Any
 
 from ...core.io.text import on_one_line
 from ...results.records import NOT_SETTINGS, RunRecord
+from ...results.varied_settings import name_varied
 from ...rounds.run_settings import RunSettings
 
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "loss", "run")
@@ -53,17 +54,19 @@ def _flatten(prefix: str, value: object, settings: dict[str, str]) -> None:
         settings[prefix] = json.dumps(value, sort_keys=True)
 
 
-def vary_text(vary: Sequence[tuple[str, Any]]) -> str:
-    """Describe varied settings, such as ``classes_per_client = 4``; empty for none."""
-    return ", ".join(f"{last_part(key)} = {value_text(value)}" for key, value in vary)
+def vary_text(vary: Sequence[tuple[str, Any]], method: str = "") -> str:
+    """Describe varied settings, such as ``classes_per_client = 4``; empty for none.
+
+    Args:
+        vary: names of the settings with their values.
+        method: see :func:`fedlowrank.results.varied_settings.name_varied`.
+    """
+    names = name_varied([key for key, _ in vary], method)
+    return ", ".join(f"{name} = {value_text(value)}" for name, (_, value) in zip(names, vary, strict=True))
 
 
 def value_text(value: object) -> str:
-    """Format a setting's value on one line: text unchanged, any other value as JSON."""
+    """Format a setting's value on one line: text unchanged, ``inf`` as in a file, any other value as JSON."""
+    if isinstance(value, float):
+        return repr(value)
     return on_one_line(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
-
-
-def last_part(key: str) -> str:
-    """Get the name of a setting without its section, unless every section may have one of that name."""
-    section, _, name = key.rpartition(".")
-    return f"{section.rpartition('.')[2]}.{name}" if name in ("kind", "seed", "target") else name

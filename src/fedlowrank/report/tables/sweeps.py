@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 
+from ...results.varied_settings import owner_of, shorten_names
 from ..number_formats import MISSING
 from ..statistics.experiments import ComparedExperiment
 from ..statistics.groups import RunGroup
@@ -90,16 +90,6 @@ def bold_note(is_one_method: bool) -> str:
     return f"Bold: the best mean{scope} and those not significantly worse ({test})."
 
 
-def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
-    """Shorten settings' names to their last parts, with as many parts before them as are needed to distinguish them."""
-    split_keys = [key.split(".") for key in keys]
-    for length in range(1, max(map(len, split_keys), default=1) + 1):
-        short_names = [".".join(key_parts[-length:]) for key_parts in split_keys]
-        if max(Counter(short_names).values(), default=1) == 1:
-            return tuple(short_names)
-    return tuple(keys)
-
-
 def _setting(group: RunGroup) -> tuple[str, ...]:
     return tuple(value_text(value) for _, value in group.vary)
 
@@ -127,9 +117,8 @@ def _note(keys: Sequence[str], measure: Measure, groups: Sequence[RunGroup]) -> 
         note += "; lower is better"
     fields_by_method: dict[str, list[str]] = {}
     for key, short in zip(keys, shorten_names(keys), strict=True):
-        section, _, field_path = key.partition(".")
-        if section == "methods":
-            fields_by_method.setdefault(field_path.partition(".")[0], []).append(short)
+        if (owner := owner_of(key)) is not None:
+            fields_by_method.setdefault(owner, []).append(short)
     for method, fields in fields_by_method.items():
         titles = list(dict.fromkeys(group.short_label for group in groups if group.method == method))
         other_titles = list(dict.fromkeys(group.short_label for group in groups if group.method != method))

@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 
 from ...config.tuning import Setting
+from ...results.varied_settings import shorten_names
 from ..number_formats import MISSING
 from ..statistics.measures import Measure
 from ..statistics.run_statistics import estimate
 from ..statistics.setting_names import value_text
-from .sweeps import shorten_names
 from .text_table import TableColumn, TextTable, escape_markdown, to_markdown
 
 VALIDATION_ACCURACY = Measure("accuracy", "validation accuracy", "Validation accuracy", "%", 100.0)

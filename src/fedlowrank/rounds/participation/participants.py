@@ -32,13 +32,18 @@ class Participants:
         expected: expected number of participants in a round.
 
     Raises:
-        ConfigError: if no client is left to train.
+        ConfigError: if no client is left to train, or a share of unseen clients rounds to none.
     """
 
     def __init__(self, client_count: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
         self._share, self._key = settings.participation, key / "participants"
         self._secret, self._last = secret, (-1, list[int]())
         count = round_half_up(multiply_share(settings.unseen, client_count))
+        if settings.unseen and not count:
+            raise ConfigError(
+                f"run.unseen = {settings.unseen} of {client_count} clients rounds to no client. Set it to "
+                f"{1 / client_count:.3g}, which is one client, or leave it out"
+            )
         if count >= client_count:
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
         order = (key / "unseen").numpy().permutation(client_count)
