@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.language.chat_session import ChatSession
+from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.language.scores.text_generation import Decoding
-from tests.language.text_experiments import make_causal_tables, write_toml
+from tests.language.scores.score_models import greedy
+from tests.language.text_experiments import make_causal_tables, run_rounds, write_toml
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -126,6 +128,55 @@ def test_turns_that_no_longer_fit_are_dropped_the_oldest_first(base: Path) -> No
         talk.reply(long * 5)
     # the question that did not fit is forgotten
     assert talk.reply("who?") == by_transformers(base, None, "<s>[user] who?\n[assistant] ", 16)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_answer_ends_where_the_template_ends_it(base: Path, tmp_path: Path) -> None:
+    """The end token of the base is another one, and the model writes that of the template in an answer."""
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML
+    model.resize_token_embeddings(len(tokenizer))
+    end, prompt = (
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        f"<|im_start|>user\n{TURNS[0]}<|im_end|>\n<|im_start|>assistant\n",
+    )
+    ids = greedy(model, tokenizer(prompt, add_special_tokens=False)["input_ids"], 12)
+    place = next(i for i in range(3, 12) if ids[i] not in [*ids[:i], end, tokenizer.eos_token_id])
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[[end, ids[place]]] = head[[ids[place], end]]
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    expected = tokenizer.decode(ids[:place], skip_special_tokens=True).strip()
+
+    optimizer = {"kind": "sgd", "lr": 0.0}
+    language = {"format": "chat", "context": 96, "prompts": [TURNS[0]], "answer_tokens": 12}
+    run = run_rounds(
+        make_causal_tables(
+            tmp_path / "base", tmp_path, language=language, defaults={"batch_size": 8, "optimizer": optimizer}
+        ),
+        1,
+    )
+    assert [row["answer"] for row in run.federation.companion.answer(run)] == [expected] * 4
+    assert any(f"ends an answer by '<|im_end|>' ({end})" in note for note in run.federation.notes)
+    # generate() of transformers stops there, too
+    run.federation.companion.write(run, tmp_path / "out", ExportSettings(merged=True))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "server_merged")
+    assert merged.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
+    assert merged.config.use_cache is True
+    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+    output = merged.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12
+    )
+    assert output[0, inputs["input_ids"].shape[1] :].tolist() == [*ids[:place], end]
+    card = (tmp_path / "out" / "client_0000" / "README.md").read_text()
+    assert f"model.generation_config.eos_token_id = [{tokenizer.eos_token_id}, {end}]" in card
 
 
 def test_samples_of_one_question_differ(base: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import ConfigError, DataError, warn_user
 from ..core.key import Key
+from ..data.text.chat.chat_template import find_turn_end
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
@@ -125,6 +126,10 @@ class LoadedBase:
         notes: warnings about changes that the settings do not request, each a sentence.
         saved_modules: names of further modules that are trained whole, from ``lora.modules_to_save``.
         token_ids: ids of ``language.new_tokens``.
+        use_cache: field of the base's configuration in the files, None if it has none; in memory it is False, for
+            training.
+        turn_end: id of the token by which the chat template ends an answer, if the base in the files does not stop
+            there, see :func:`stop_at_turn_end`; otherwise None.
     """
 
     model: Any
@@ -135,6 +140,8 @@ class LoadedBase:
     notes: tuple[str, ...]
     saved_modules: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
+    use_cache: bool | None = None
+    turn_end: int | None = None
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -258,10 +265,14 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
+    use_cache = getattr(model.config, "use_cache", None)
+    if use_cache is not None:
         model.config.use_cache = False
     keep_in_float32(model, head)
     folder = _find_folder(source, settings)
-    return LoadedBase(model, tokenizer, base.path, folder, head, tuple(notes), token_ids=token_ids)
+    return LoadedBase(
+        model, tokenizer, base.path, folder, head, tuple(notes), token_ids=token_ids, use_cache=use_cache
+    )
 
 
 def warn_slow_precision(dtype: str, autocast: str, device: str) -> None:
@@ -444,6 +455,31 @@ def find_end_tokens(config: Any) -> set[int]:
         for i in (eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id])
         if i is not None
     }
+
+
+def stop_at_turn_end(loaded: LoadedBase) -> LoadedBase:
+    """Let a model stop at the token by which its chat template ends an answer, because it learns to write that token.
+
+    The token is added to the end tokens of ``generation_config``, which is written with a whole model. The base may lack
+    it: a template of ChatML ends an answer by ``<|im_end|>``, also where the tokenizer's end token is another one.
+
+    Args:
+        loaded: causal base; its ``generation_config`` is changed.
+
+    Returns:
+        The base, with the token and a note if the token was added.
+    """
+    turn_end = find_turn_end(loaded.tokenizer)
+    config = getattr(loaded.model, "generation_config", None)
+    end_tokens = find_end_tokens(config)
+    if turn_end is None or turn_end in end_tokens or config is None:
+        return loaded
+    config.eos_token_id = sorted({*end_tokens, turn_end})
+    note = (
+        f"The chat template ends an answer by {loaded.tokenizer.convert_ids_to_tokens(turn_end)!r} ({turn_end}), which is no "
+        f"end token of {loaded.name!r}: it is added to the end tokens of generation."
+    )
+    return replace(loaded, notes=(*loaded.notes, note), turn_end=turn_end)
 
 
 def _compare_end_tokens(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:

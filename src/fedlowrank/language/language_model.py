@@ -22,6 +22,7 @@ from ..core.key import Key
 from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
 from ..data.dataset import Dataset
+from ..data.text.label_tokens import list_label_classes
 from ..data.text.text_formats import choose_format, holds_messages, render_instruction
 from ..data.text.text_records import Instruction, Labeled, Texts, TokenLabeled
 from ..data.text.tokens import TextSettings, tokenize
@@ -29,7 +30,16 @@ from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots, tied_names
 from ..results.records import RoundRecord
 from ..storage.digest import digest_of
-from .base_model import HEAD_NOTE, LanguageBase, LoadedBase, check_positions, keep_in_float32, load_base
+from .base_model import (
+    HEAD_NOTE,
+    LanguageBase,
+    LoadedBase,
+    check_positions,
+    find_end_tokens,
+    keep_in_float32,
+    load_base,
+    stop_at_turn_end,
+)
 from .embedding_noise import add_embedding_noise
 from .export.adapter_folders import COMMON_BASE_FOLDER, AdapterFolders, ModelParts
 from .export.export_settings import ExportSettings
@@ -312,6 +322,8 @@ class Language:
         truncation = metadata.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
         rank, pad_token = metadata.get("rank"), self.loaded.model.config.pad_token_id
+        has_turn_end = self.loaded.turn_end is not None
+        end_tokens = find_end_tokens(self.loaded.model.generation_config) if has_turn_end else ()
         card = CardModel(
             base,
             client_id,
@@ -324,6 +336,7 @@ class Language:
             self.classes,
             pad_token,
             bool(model.token_rows),
+            tuple(sorted(end_tokens)),
         )
         (path / "README.md").write_text(format_card(card, facts))
 
@@ -420,6 +433,8 @@ def load_language_model(
         FedlowrankError: if base and adapter do not match.
     """
     loaded = load_base(settings, classes, key / "base")
+    if settings.task == "causal" and settings.format == "chat":
+        loaded = stop_at_turn_end(loaded)
     if settings.packing:
         use_packed_attention(loaded.model)
     if settings.neftune and not settings.new_tokens:
@@ -457,7 +472,6 @@ def load_language_model(
         start_notes = load_start(model, start)
         notes = [n for n in loaded.notes if not (n.startswith(HEAD_NOTE) and holds_head(start, loaded.head))]
         loaded = replace(loaded, notes=(*notes, *start_notes))
-    loaded.model.config.use_cache = False
     return Language(settings, loaded, model, start=folders)
 
 
@@ -466,12 +480,9 @@ def _list_classes(texts: Texts) -> tuple[str, ...]:
     if texts.kind not in ("classes", "token_classes"):
         return texts.classes
     records = [record for part in texts.parts for record in part]
-    labels = {record.label for record in records if isinstance(record, Labeled)}
-    labels |= {label for record in records if isinstance(record, TokenLabeled) for label in record.labels}
-    if texts.classes or not labels:
-        return texts.classes
-    numbers = [label for label in labels if isinstance(label, int)]
-    return tuple(map(str, range(max(numbers) + 1))) if numbers else tuple(sorted(map(str, labels)))
+    labels = [record.label for record in records if isinstance(record, Labeled)]
+    labels += [label for record in records if isinstance(record, TokenLabeled) for label in record.labels]
+    return list_label_classes(texts, labels) if labels and not texts.classes else texts.classes
 
 
 def _check_task(texts: Texts, settings: LanguageSettings) -> None:

@@ -137,6 +137,8 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     def server_init(self, task: Task) -> ServerState:
         """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.training.resolve_ranks(task, self.title), task.common_model(self.title)
+        if self.residual:
+            lora_of(model).refuse_dropout(f"{self.title}.residual = true")
         delta = build_starting_deltas(model, self.delta_form, max(ranks))
         initial_factors = draw_initial_factors(task, max(ranks))
         scaling = self.training.build_scaling(lora_of(model))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.adapters.lora.lora_factors import find_lora
+from fedlowrank.core.errors import TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
@@ -139,12 +140,17 @@ def test_a_client_trains_as_peft_does(name: str, optimizer: Any) -> None:
         assert expected.abs().max() > 1e-4
 
 
+def test_layers_of_a_rank_of_their_own_are_named() -> None:
+    assert find_lora(wrapped(), None).layers_of_own_rank == ("two",)
+    # min(d, k) of three is 5, which bounds its rank and leaves its scale
+    config = peft.LoraConfig(r=6, lora_alpha=4, target_modules=["one", "three"])
+    lowered = peft.get_peft_model(Net(), config)
+    assert find_lora(lowered, None).layers_of_own_rank == ()
+
+
 @pytest.mark.parametrize("name", ["fedhl", "hetlora", "flexlora"])
-@pytest.mark.parametrize("scaling", ["equal", "alpha"])
-def test_clients_of_unequal_ranks_keep_the_limit_of_a_layer(name: str, scaling: Any) -> None:
-    method = METHODS[name](
-        optimizer=SGD(lr=0.3), batch_size=4, training=LoRATraining(head="frozen", scaling=scaling)
-    )
+def test_clients_of_unequal_ranks_keep_the_limit_of_a_layer(name: str) -> None:
+    method = METHODS[name](optimizer=SGD(lr=0.3), batch_size=4, training=LoRATraining(head="frozen"))
     run = Run(method, federation((3, 2, 1)), RunSettings(rounds=2), Sequential())
     run.step()
     run.step()
@@ -152,6 +158,10 @@ def test_clients_of_unequal_ranks_keep_the_limit_of_a_layer(name: str, scaling: 
     for info in run.federation.infos:
         actual = {n: layer.read_pair(run.personal_params(info)).rank for n, layer in lora.layers.items()}
         assert actual == {n: min(rank, info.rank or 0) for n, rank in RANKS.items()}
+    # α/r of layer two is 6 for clients of any rank, and one factor would make it 6 · 3/2 for the one of rank 2
+    alpha = METHODS[name](optimizer=SGD(lr=0.3), batch_size=4, training=LoRATraining(scaling="alpha"))
+    with pytest.raises(TaskError, match="and two has another rank than other layers"):
+        Run(alpha, federation((3, 2, 1)), RunSettings(rounds=2), Sequential())
 
 
 @pytest.mark.parametrize("per_layer", [False, True])

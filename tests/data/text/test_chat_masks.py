@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.learning.losses import IGNORE_INDEX
 from fedlowrank.data.text.chat import chat_template
-from fedlowrank.data.text.chat.chat_template import ChatTemplate
+from fedlowrank.data.text.chat.chat_template import ChatTemplate, find_turn_end
 from fedlowrank.data.text.text_records import Conversation, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, byte_tokenizer
@@ -227,6 +227,29 @@ def test_turns_that_a_row_marks_are_not_learnt(name: str, mark: dict[str, Any]) 
     # the marks of the others change nothing
     others = [{**m, "weight": 1, "train": True} if m["role"] == "assistant" else m for m in TALK]
     assert learnt(tokenizer, others) == learnt(tokenizer, TALK)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "marked"])
+def test_turns_without_text_are_not_learnt_and_noted(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    blank = [TALK[0], {**TALK[1], "content": " "}, *TALK[2:]]
+    # as if the row marked the turn
+    assert learnt(tokenizer, blank) == learnt(tokenizer, [blank[0], {**blank[1], "weight": 0}, *blank[2:]])
+    assert any(learnt(tokenizer, blank))
+    assert not any(learnt(tokenizer, blank[:2]))
+    (note,) = tokenize(Texts("t", [Conversation(tuple(t)) for t in (blank, TALK)]), tokenizer).notes
+    assert note.endswith("turns of the assistant with neither text nor calls of tools are not learnt: 1")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_end_of_a_turn_is_the_special_token_after_the_answer(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    end = tokenizer.convert_tokens_to_ids(ANSWERS[name][0]("x").strip()[1:])
+    assert find_turn_end(tokenizer) == end
+    # where it is not learnt, it is no end; white space that was added as a token is none
+    tokenizer.add_tokens(["  "])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}  \n{% endfor %}"
+    assert find_turn_end(tokenizer) is None
 
 
 def test_keys_of_messages_that_a_template_does_not_read_are_noted() -> None:

@@ -12,11 +12,13 @@ import torch
 import transformers
 
 from fedlowrank.core.errors import DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.dataset import Dataset
 from fedlowrank.data.text.rows.text_rows import TextRows
 from fedlowrank.data.text.text_records import TokenLabeled
 from fedlowrank.data.text.text_sources import TextClasses
 from fedlowrank.data.text.tokens import TextSettings, tokenize
+from fedlowrank.language.language_model import LanguageSettings, load_with_texts
 
 library = pytest.importorskip("datasets")
 library.disable_progress_bars()
@@ -72,6 +74,18 @@ def test_labels_that_are_names_get_the_class_of_the_name(
     for path in paths[1:]:
         data = read_labels(path, classes, TextClasses)
         assert [data.classes[k] for k in data.train.y] == labels
+
+
+@pytest.mark.parametrize("labels", [[20_000, 0], [20_000, -1]])
+def test_numbers_that_are_no_indices_are_refused(labels: list[int], tmp_path: Path) -> None:
+    path = write_labels(tmp_path, labels, "a.jsonl")
+    message = r"indices of classes, from 0 on; there is a 20000, and only 2 labels"
+    with pytest.raises(DataError, match=message):
+        read_labels(path, ())
+    # before a head of so many classes is made
+    settings = LanguageSettings("no such folder", "classification")
+    with pytest.raises(DataError, match=message):
+        load_with_texts(TextRows(path).load(), settings, {}, Key((0,)))
 
 
 def test_cells_of_several_files_match_names(tmp_path: Path) -> None:

@@ -220,6 +220,27 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"messages": [USER, {**ANSWER, "content": [{"type": "image"}]}]},
         "turn 2: 'content'",
     ),
+    *(
+        ({"messages": [USER, ANSWER]}, {"messages": [USER, {"role": "assistant", **more}]}, message)
+        for more, message in (
+            ({}, "turn 2, of the assistant, has no 'content' and no 'tool_calls'; it has nothing else"),
+            (
+                {"content": None, "tool_calls": []},
+                "turn 2, .* has no 'content' and no 'tool_calls'; it has 'tool_calls'",
+            ),
+            ({"text": "x"}, "turn 2, of the assistant, has no 'content' .* it has 'text'"),
+        )
+    ),
+    (
+        {"conversations": SAID},
+        {"conversations": [SAID[0], {**SAID[1], "content": "x"}]},
+        "turn 2 has two texts, in 'value' and in 'content'",
+    ),
+    (
+        {"conversations": SAID},
+        {"conversations": [SAID[0], {"from": "gpt", "content": [1]}]},
+        "turn 2: 'content' must be text",
+    ),
     (
         {"conversations": SAID},
         {"conversations": [{"from": "cat", "value": "x"}]},
@@ -466,7 +487,78 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
 def test_rows_without_text_are_dropped_and_counted(tmp_path: Path) -> None:
     actual = read(tmp_path, [{"text": "a"}, {"text": " "}, {"text": "b"}])
     assert [r.response for r in actual.train] == ["a", "b"]
-    assert actual.notes[1].endswith("1 of 3 rows dropped, which have no text")
+    assert actual.notes[1].endswith("1 of 3 rows dropped, which have no text to learn")
+
+
+SILENT = {**ANSWER, "content": " "}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("kept", "dropped"),
+    [
+        ({"messages": [USER, ANSWER]}, {"messages": [USER, SILENT]}),
+        (
+            {"messages": [USER, SILENT, USER, ANSWER]},
+            {"messages": [USER, SILENT, USER, {**SILENT, "content": ""}]},
+        ),
+        ({"messages": [USER, CALL]}, {"messages": [USER, {**ANSWER, "weight": 0}, USER, SILENT]}),
+        ({"conversations": SAID}, {"conversations": [SAID[0], {"from": "gpt", "value": ""}]}),
+        (
+            {"prompt": [USER], "completion": [ANSWER]},
+            {"prompt": [USER, ANSWER, USER], "completion": [SILENT]},
+        ),
+        (
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [SILENT]},
+        ),
+        ({"prompt": "hi", "chosen": "a", "rejected": "b"}, {"prompt": "hi", "chosen": "", "rejected": "b"}),
+    ],
+)
+def test_rows_whose_answers_are_blank_are_dropped_and_counted(
+    tmp_path: Path, kept: dict[str, Any], dropped: dict[str, Any], on_disk: bool
+) -> None:
+    alone = read(tmp_path, [kept], on_disk=on_disk)
+    actual = read(tmp_path, [kept, dropped], on_disk=on_disk)
+    (first,), (second,) = ([*texts.train] for texts in (alone, actual))
+    assert repr(first) == repr(second)
+    assert len(alone.notes) == 1
+    assert actual.notes[1].endswith("1 of 2 rows dropped, which have no text to learn")
+
+
+def test_a_turn_may_have_the_other_key_of_the_text(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "value": "hi"},
+        {"from": "gpt", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    (actual,) = read(tmp_path, [{"messages": turns}]).train
+    assert fields(actual) == (TALK, (), 0)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    "marks", [(True, False), (True, True), (1, 0), ("True", "False"), ("true", None), (1.0, 0.0)]
+)
+def test_completions_that_are_marked_as_bad_are_refused(
+    tmp_path: Path, marks: tuple[Any, Any], on_disk: bool
+) -> None:
+    rows = [{"prompt": "hi", "completion": "a", "label": mark} for mark in marks]
+    with pytest.raises(
+        DataError, match=r"a\.jsonl' has a 'label' of .* which tells good completions from bad ones"
+    ):
+        read(tmp_path, rows, on_disk=on_disk)
+    # a column of categories
+    categories = [{**row, "label": value} for row, value in zip([*rows, *rows], (0, 1, 2, 1), strict=True)]
+    assert len(read(tmp_path, categories, on_disk=on_disk).train) == 4
+
+
+@pytest.mark.parametrize("cells", ["True False", "1 0"])
+def test_cells_that_mark_completions_are_refused(tmp_path: Path, cells: str) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("prompt,completion,label\n" + "".join(f"hi,a,{cell}\n" for cell in cells.split()))
+    with pytest.raises(DataError, match="which tells good completions from bad ones"):
+        TextRows(str(file)).load()
 
 
 def test_every_form_has_its_setting_and_the_base_package_needs_no_datasets() -> None:

@@ -241,15 +241,40 @@ def test_a_delta_is_added_in_full_precision(llama):
     assert torch.equal(model.get_submodule(f"base_model.model.{name}.base_layer").weight, weight)
 
 
-def test_what_cannot_be_merged_is_said(llama):
+@pytest.mark.parametrize(
+    "targets", [["lm_head"], ["embed_tokens", "q_proj"], ["lm_head", "embed_tokens"], ["q_proj"]]
+)
+def test_an_update_of_one_of_two_tied_layers_moves_that_layer_alone(llama, tmp_path, targets):
     base = load_base(LanguageBase(str(llama)), (), KEY).model
-    base.lm_head.weight = base.model.embed_tokens.weight
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    ids = torch.tensor([[1, 5, 9, 7, 4, 6]])
     with warnings.catch_warnings():
         # PEFT warns of tied layers, too
         warnings.simplefilter("ignore", UserWarning)
-        model = attach_adapter(base, make_lora_config({"r": 1, "target_modules": ["lm_head"]}), KEY)
+        model = attach_adapter(
+            base, make_lora_config({"r": 1, "lora_alpha": 1, "target_modules": targets}), KEY
+        )
+    factors = draw_factors(find_layers(model), 1)
+    merged = merge_update(model, find_layers(model), factors)
+    save_model(tmp_path / "merged", merged, AutoTokenizer.from_pretrained(llama))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        expected = functional_call(model, convert_to_parameters(find_layers(model), factors), (ids,)).logits
+        assert torch.allclose(loaded.eval()(ids).logits, expected, rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(model(ids).logits, expected, rtol=1e-3, atol=0.01)
+    assert loaded.config.tie_word_embeddings is (targets == ["q_proj"])
+    # the live model is as before
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_what_cannot_be_merged_is_said():
+    tied = MixedLayers()
+    tied.other = torch.nn.Linear(5, 7)
+    tied.other.weight = tied.line.weight
+    tied = attach_adapter(tied, make_lora_config({"r": 1, "target_modules": ["line"]}), KEY)
     with pytest.raises(TaskError, match="one tensor"):
-        merge_update(model, find_layers(model), draw_factors(find_layers(model), 1))
+        merge_update(tied, find_layers(tied), draw_factors(find_layers(tied), 1))
     packed = attach_adapter(MixedLayers(), make_lora_config(EVERY_LAYER), KEY)
     where = find_layers(packed)
     packed.base_model.model.line.base_layer.weight = torch.nn.Parameter(

@@ -20,7 +20,7 @@ from fedlowrank.language.base_model import LanguageBase, load_base
 from fedlowrank.language.lora.peft_adapter import attach_adapter
 from fedlowrank.language.lora.peft_config import make_lora_config
 from tests.language.peft_scores import score_client_tokens, score_tokens_with_peft
-from tests.language.text_experiments import make_causal_tables, write_toml
+from tests.language.text_experiments import make_causal_tables, run_rounds, write_toml
 
 torch.set_num_threads(1)
 
@@ -95,6 +95,52 @@ def test_adapters_load_in_peft(method: str, llama: Path, tmp_path: Path) -> None
         ranks = {n: t.shape[0] for n, t in held.items() if ".lora_A." in n}
         caps = {n: 2 if "v_proj" in n else 6 if "layers.1.mlp" in n else 4 for n in ranks}
         assert ranks == {n: min(own, cap) for n, cap in caps.items()}
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedhl", "flora", "hetlora", "flexlora"])
+def test_one_alpha_for_clients_of_unequal_ranks_needs_layers_of_one_rank(
+    method: str, llama: Path, tmp_path: Path
+) -> None:
+    lora = {"r": 8, "lora_alpha": 8, "ranks": [4], "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    training = {"defaults": {"training": {"scaling": "alpha"}}}
+    # min(d, k) of v_proj bounds its rank, not its scale
+    with pytest.warns(LoweredRankWarning, match="rank 32 is above"):
+        run_rounds(make_causal_tables(llama, tmp_path, method=method, lora=lora | {"r": 32}, **training), 0)
+    tables = make_causal_tables(
+        llama, tmp_path, method=method, lora=lora | {"rank_pattern": {"v_proj": 4}}, **training
+    )
+    with pytest.raises(TaskError, match=r"v_proj has another rank than other layers \(lora\.rank_pattern\)"):
+        run_rounds(tables, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("flora", {"base_updates": "stacked"}),
+        ("fedex_lora", {"base_updates": "stacked"}),
+        ("fedhl", {"residual": True, "delta_form": {"kind": "exact"}}),
+    ],
+)
+def test_dropout_beside_a_frozen_update_is_refused(
+    method: str, settings: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    for dropout in (0.0, 0.4):
+        ranks = [4] if method == "fedex_lora" else [4, 2, 1]
+        tables = make_causal_tables(
+            llama,
+            tmp_path,
+            method=method,
+            methods={method: settings},
+            lora={"lora_dropout": dropout, "ranks": ranks},
+        )
+        if dropout == 0:
+            run_rounds(tables)
+            continue
+        with pytest.raises(TaskError, match=r"lora_dropout = 0\.4 would drop inputs of the frozen update, too"):
+            run_rounds(tables, 0)
+    if method != "fedhl":
+        # merged, with the evaluation of the server's model
+        run_rounds(tables | {"methods": {}})
 
 
 def test_what_names_no_layer_and_what_is_no_number_is_refused(llama: Path) -> None:

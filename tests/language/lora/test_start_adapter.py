@@ -196,6 +196,43 @@ def test_layers_that_are_set_replace_those_of_the_adapter(llama: Path, tmp_path:
     assert len(params) == 2 * 3 * 2
 
 
+@pytest.mark.parametrize(
+    "lora", [{"r": 8}, {"lora_alpha": 8}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"v_proj": 4}}]
+)
+def test_what_is_set_replaces_that_field_alone(lora: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    stored = {
+        "r": 4,
+        "lora_alpha": 16,
+        "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {"v_proj": 6},
+        "lora_dropout": 0.1,
+    }
+    expected = write_adapter(llama, tmp_path / "adapter", **stored)
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", lora)
+    config = run.federation.companion.model.peft_config["default"]
+    assert {name: getattr(config, name) for name in stored} == stored | lora
+    torch.testing.assert_close(logits_of(run, find_server_model(run)), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [{"alpha_pattern": {"v_proj": 7}}, {"target_modules": ["embed_tokens", "q_proj"]}]
+)
+def test_an_adapter_in_half_precision_is_not_rounded(
+    config: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    write_adapter(llama, tmp_path / "adapter", **config)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = {n: t.bfloat16() for n, t in safetensors.torch.load_file(file).items() if "lora_" in n}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    expected = (
+        peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=IDS).logits.detach()
+    )
+    # another scale, so that the factors are multiplied
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {"lora_alpha": 7})
+    torch.testing.assert_close(logits_of(run, find_server_model(run)), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_training_goes_on_from_the_factors(llama: Path, tmp_path: Path) -> None:
     """One step of FedIT is a step of SGD on the factors in plain PEFT."""
     write_adapter(llama, tmp_path / "adapter")

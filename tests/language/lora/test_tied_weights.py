@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
 from fedlowrank.engines.sequential import Sequential
+from fedlowrank.language.export.export_settings import ExportSettings
+from fedlowrank.language.export.server_model import find_server_model
 from fedlowrank.models.architecture import build_module
 from fedlowrank.rounds.run import Run
 from tests.language.text_experiments import make_causal_tables
@@ -122,3 +125,28 @@ def test_what_is_merged_into_an_embedding_does_not_move_the_output_layer(
     merged, stacked = (as_evaluated(run) for run in runs)
     torch.testing.assert_close(merged, stacked, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(in_memory(runs[0]), merged)
+    # a base whose embedding moved has an output layer of its own
+    language: Any = runs[0].federation.companion
+    folder = language.write(runs[0], tmp_path / "exact", ExportSettings(form="exact", card=False))[0].parent
+    for name in ("server", "client_0000"):
+        params = (
+            find_server_model(runs[0])
+            if name == "server"
+            else runs[0].personal_params(runs[0].federation.infos[0])
+        )
+        (architecture,) = runs[0].federation.architectures.values()
+        with torch.no_grad():
+            expected = architecture.apply(params, {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)})
+        torch.testing.assert_close(loaded_logits(folder / name), expected, rtol=1e-4, atol=1e-5)
+    assert transformers.AutoConfig.from_pretrained(folder / "base").use_cache is True
+
+
+def loaded_logits(folder: Path) -> Tensor:
+    """Scores of a folder by PEFT or transformers alone."""
+    config = folder / "adapter_config.json"
+    source = json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    model = peft.PeftModel.from_pretrained(model, folder) if config.is_file() else model
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=IDS).logits
+    return logits

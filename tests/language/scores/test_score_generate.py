@@ -74,11 +74,19 @@ def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["model", "models", "tokenizer", "stop"])
+@pytest.mark.parametrize("where", ["model", "models", "tokenizer", "stop", "added"])
 def test_a_text_ends_before_the_end_token(where):
     tokenizer = (
-        byte_tokenizer(eos_token="<end>") if where == "tokenizer" else byte_tokenizer(additional="<end>")
+        byte_tokenizer(eos_token="<end>")
+        if where == "tokenizer"
+        else byte_tokenizer()
+        if where == "added"
+        else byte_tokenizer(additional="<end>")
     )
+    if where == "added":
+        # as language.new_tokens does: all_special_tokens lacks it
+        tokenizer.add_tokens(["<end>"], special_tokens=True)
+        assert "<end>" not in tokenizer.all_special_tokens
     end = tokenizer.convert_tokens_to_ids("<end>")
     model = llama(len(tokenizer))
     ids = greedy(model, tokenizer("the")["input_ids"], 12)
@@ -92,7 +100,7 @@ def test_a_text_ends_before_the_end_token(where):
         with torch.no_grad():
             head = model.lm_head.weight
             head[[end, ids[at]]] = head[[ids[at], end]]
-        decoding = Decoding(12, stop=("<end>",) if where == "stop" else ())
+        decoding = Decoding(12, stop=("<end>",) if where in ("stop", "added") else ())
         if where == "stop":
             tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     assert complete_prompts(model, tokenizer, ["the", "quick"], decoding)[0] == tokenizer.decode(ids[:at])

@@ -132,7 +132,7 @@ def find_initials(module: nn.Module) -> tuple[bool, bool]:
 
 
 class FactorParameters(NamedTuple):
-    """The factors of a weight: the names of weight, A and B in the layer, s, r, and whether s is α/√r."""
+    """The factors of a weight: the names of weight, A and B in the layer, s, r, whether s is α/√r, and the rate of dropout."""
 
     weight: str
     a: str
@@ -140,6 +140,7 @@ class FactorParameters(NamedTuple):
     scale: float
     rank: int
     rslora: bool
+    dropout: float = 0.0
 
 
 def find_factors(layer: nn.Module) -> list[FactorParameters]:
@@ -175,7 +176,9 @@ def find_factors(layer: nn.Module) -> list[FactorParameters]:
         a, b = f"lora_A.{n}.weight", f"lora_B.{n}.weight"
         _check_convolution(peft.base_layer, peft.lora_A[n])
     rslora = bool(getattr(layer, "use_rslora", {}).get(n, False))
-    return [FactorParameters("base_layer.weight", a, b, float(scaling[n]), int(peft.r[n]), rslora)]
+    # PEFT has no dropout before the factors of an embedding
+    dropout = float(getattr(peft.lora_dropout[n], "p", 0.0)) if n in peft.lora_A else 0.0
+    return [FactorParameters("base_layer.weight", a, b, float(scaling[n]), int(peft.r[n]), rslora, dropout)]
 
 
 def _check_convolution(base: Any, inner: Any) -> None:

@@ -58,6 +58,7 @@ class LoRA:
             lacks.
         trained: module's own factors where their product is not zero, from which clients continue.
         device: device of all factors if accelerate has placed the layers; None for that of each layer.
+        dropout: largest rate of dropout of the inputs of A in training (``lora_dropout`` of PEFT).
         cache: values derived from this object, shared by all clients.
     """
 
@@ -70,6 +71,7 @@ class LoRA:
     principal: bool = False
     trained: Factors = field(default_factory=dict)
     device: torch.device | None = None
+    dropout: float = 0.0
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -81,6 +83,18 @@ class LoRA:
     def embeddings(self) -> tuple[str, ...]:
         """The names of the embedding layers, whose A begins at zero and not B."""
         return tuple(name for name, layer in self.layers.items() if layer.embedding)
+
+    @property
+    def layers_of_own_rank(self) -> tuple[str, ...]:
+        """The names of the layers to which the module gives another rank than to most (``rank_pattern`` of PEFT).
+
+        A layer that only has a smaller maximum rank is not among them, because its scale is that of the others.
+        """
+        return tuple(
+            name
+            for name, layer in self.layers.items()
+            if layer.limit is not None and (layer.limit < min(layer.shape) or layer.ratio != 1)
+        )
 
     @property
     def largest_rank(self) -> int:
@@ -129,7 +143,8 @@ class LoRA:
         Args:
             factors: factors B and A of every layer, of any rank.
             scale: scale s of the product.
-            frozen_factors: factors of a further update, with a scale of 1.
+            frozen_factors: factors of a further update, with a scale of 1. In training a module with dropout must not have
+                them: it would drop their inputs, too.
             moved_weights: weights W that differ from the module's own, by the name of their parameter.
         """
         params: Params = dict(moved_weights or {})
@@ -181,6 +196,22 @@ class LoRA:
             if not self.is_changeable(name):
                 weight = self.layers[name].weight
                 raise offloaded_error(weight) if self.base[weight].is_meta else _quantized_error(weight)
+
+    def refuse_dropout(self, setting: str) -> None:
+        """Refuse dropout beside a frozen update, which is stacked on the factors and would lose inputs with them.
+
+        Args:
+            setting: setting by which a client trains beside a frozen update.
+
+        Raises:
+            TaskError: if the module has dropout.
+        """
+        if self.dropout:
+            raise TaskError(
+                f"lora_dropout = {self.dropout:g} would drop inputs of the frozen update, too, which {setting} puts beside the "
+                "factors, so that a client would train on another model than the one it got. Set lora.lora_dropout = 0, or leave "
+                f"{setting} out"
+            )
 
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
         """Convert the factors of a model to the ranks of the module's own factors; the function of the model does not change.
@@ -293,6 +324,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         any(f.rslora for f in factors),
         *find_initials(module),
         {name: pair for name, pair in module_factors.items() if pair.a.any() and pair.b.any()},
+        dropout=max(f.dropout for f in factors),
     )
 
 

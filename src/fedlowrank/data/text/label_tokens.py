@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.learning.losses import IGNORE_INDEX
-from ..arrays import encode_labels
+from ..arrays import MAX_UNSEEN_CLASSES, encode_labels
 from ..dataset import Dataset, Examples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
 from .text_records import Labeled, Record, TextPair, Texts, TokenLabeled
@@ -202,12 +202,35 @@ def _number_labels(
     if not texts.classes:
         arrays = [np.array(part) for part in labels]
         if arrays[0].dtype.kind in "iu" and min(int(part.min(initial=0)) for part in arrays) < 0:
-            max_label = max(int(part.max(initial=0)) for part in arrays)
-            return [part.tolist() for part in arrays], tuple(map(str, range(max_label + 1)))
+            return [part.tolist() for part in arrays], list_label_classes(
+                texts, list(chain.from_iterable(labels))
+            )
         label_tensors, classes = encode_labels(arrays, f"the labels of {texts.name!r}")
         return [part.tolist() for part in label_tensors], classes
     class_numbers = [[int(number_by_name.get(label, label)) for label in part] for part in labels]
     return class_numbers, texts.classes
+
+
+def list_label_classes(texts: Texts, labels: Sequence[str | int]) -> tuple[str, ...]:
+    """Name the classes of labels whose texts name none: the sorted texts, or the numbers from 0 up to the largest label.
+
+    Args:
+        texts: texts of the labels, for messages.
+        labels: labels of all texts or words, all text or all whole numbers; at least one.
+
+    Raises:
+        DataError: if a number is too large to be the index of a class.
+    """
+    numbers = [label for label in labels if isinstance(label, int)]
+    if not numbers:
+        return tuple(sorted({str(label) for label in labels}))
+    max_label = max(numbers)
+    if max_label >= max(MAX_UNSEEN_CLASSES, len(labels)):
+        raise DataError(
+            f"the labels of {texts.name!r} are the indices of classes, from 0 on; there is a {max_label}, and only "
+            f"{len(labels)} labels. List the labels in data.classes, or give them as text."
+        )
+    return tuple(map(str, range(max_label + 1)))
 
 
 def _match_names(texts: Texts, labels: Sequence[Sequence[str | int]]) -> list[list[int]] | None:

@@ -330,14 +330,19 @@ def _draft_conversations(
     description: str, records: Sequence[Any], chat: ChatTemplate, settings: TextSettings, notes: list[str]
 ) -> Iterator[Draft]:
     """Samples of any length of each conversation; after the last one come the notes."""
-    endless_count = 0
+    endless_count = blank_count = 0
     for conversation, sample in chat.samples(records):
         endless_count += not chat.has_end(sample)
+        blank_count += chat.count_blank_turns(conversation)
         yield Draft(sample, 0, len(sample.ids), conversation.location, conversation.client, conversation)
     if endless_count and settings.loss_on != "all":
         notes.append(
             f"{description}: in {endless_count} of {len(records)} conversations no special token ends the last answer, so "
             "a model does not learn where to stop: check the chat template"
+        )
+    if blank_count and settings.loss_on != "all":
+        notes.append(
+            f"{description}: turns of the assistant with neither text nor calls of tools are not learnt: {blank_count}"
         )
     if chat.unread_keys:
         notes.append(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
 from ...core.errors import TaskError
@@ -18,6 +18,7 @@ from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, zero_pad_pair
 from ...models.stateless import names_of_parameters
 from ..base_model import HEAD_NAMES
+from ..lora.new_tokens import find_output_layer
 from ..lora.peft_adapter import ADAPTER
 from ..lora.stored_adapter import METADATA_FILE
 from ..optional_packages import import_library, silence_library
@@ -98,6 +99,9 @@ def merge_update(
 ) -> Any:
     """Copy the base of a model and add updates to its weights, in float32, then cast to the weight's dtype.
 
+    If the embedding and the output layer are one tensor, and one of them has an update, they are two tensors in the copy
+    (``tie_word_embeddings`` is false): PEFT's factors of one layer do not change the other.
+
     Args:
         model: base with an adapter; the copy has no adapter.
         layers: adapted layers of the model.
@@ -105,9 +109,11 @@ def merge_update(
         head: tensors that replace tensors of the base, by their names in the base.
 
     Raises:
-        TaskError: if a layer is quantized or not in memory, or shares its weight with another.
+        TaskError: if a layer is quantized or not in memory, or shares its weight with another, except embedding and
+            output layer.
     """
     merged_model = copy.deepcopy(model).unload()
+    _untie_embeddings(merged_model, updates)
     owners = names_of_parameters(merged_model)
     for name, update in updates.items():
         weight = merged_model.get_submodule(name).weight
@@ -130,6 +136,19 @@ def merge_update(
     for name, value in (head or {}).items():
         state[name].copy_(value)
     return merged_model
+
+
+def _untie_embeddings(model: Any, updated_layers: Collection[str]) -> None:
+    """Give the output layer its own weight if it shares that of the embedding and one of both is updated, in place."""
+    output = find_output_layer(model)
+    if output is None or output.weight is not model.get_input_embeddings().weight:
+        return
+    pair = (model.get_input_embeddings(), output)
+    if not any(module in pair for name, module in model.named_modules() if name in updated_layers):
+        return
+    output.weight = nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:

@@ -230,6 +230,8 @@ class AdapterFolders:
         """Copy the base as it is in the files, add updates to its weights, and replace some modules and rows of tokens."""
         memory_updates = {n: self._convert_to_memory(n, update) for n, update in updates.items()}
         merged_model = merge_update(self._model, self._lora.layers, memory_updates, saved_tensors)
+        if self._loaded.use_cache is not None:
+            merged_model.config.use_cache = self._loaded.use_cache
         with torch.no_grad():
             for layer, rows in (token_rows or {}).items():
                 weight = merged_model.get_submodule(layer).weight

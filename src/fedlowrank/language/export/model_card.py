@@ -92,6 +92,7 @@ class CardModel:
         classes: class names in the order of their indices; empty for a model without a classification head.
         pad_token: id of the padding token, by which a decoder finds the last token of a text; None if unknown.
         has_new_tokens: whether an adapter has rows of tokens that the base may lack, and the folder their tokenizer.
+        end_tokens: ids of the tokens at which generation stops, if those of the base lack one; otherwise empty.
     """
 
     base: str
@@ -105,6 +106,7 @@ class CardModel:
     classes: tuple[str, ...] = ()
     pad_token: int | None = None
     has_new_tokens: bool = False
+    end_tokens: tuple[int, ...] = ()
 
 
 def list_lora_ranks(run: Run, max_rank: int, default_rank: int) -> list[int]:
@@ -269,6 +271,8 @@ def _format_use(model: CardModel) -> str:
         code = code.replace("from transformers import ", "from transformers import AutoTokenizer, ").replace(
             "model = PeftModel", _RESIZE_CODE + "model = PeftModel"
         )
+    if model.is_adapter and model.end_tokens:
+        code += f"\nmodel.generation_config.eos_token_id = {list(model.end_tokens)}  # with the end of an answer in training"
     return f"```python\n{code}\n```"
 
 

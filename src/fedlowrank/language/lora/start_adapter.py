@@ -11,6 +11,7 @@ from torch import Tensor
 from ...adapters.lora.adapted_layers import PEFT_PREFIX
 from ...adapters.lora.lora_factors import find_lora
 from ...core.errors import ConfigError, DataError
+from ...core.tree import widen
 from ...linalg.pair import Pair
 from ...linalg.truncation import Truncation, relative_error, truncate_update
 from ...models.stateless import tied_names
@@ -22,12 +23,13 @@ from .stored_adapter import LAYER_FIELDS, TOKEN_FIELD, StoredAdapter, find_layer
 _TOKEN_LAYER = ".token_adapter."
 """What PEFT appends to the name of a layer whose rows of tokens are trained."""
 
-_INHERITED_FIELDS = ("r", "use_rslora", "lora_dropout", "modules_to_save")
-_RANK_FIELDS = ("rank_pattern", "lora_alpha", "alpha_pattern")
+_INHERITED_FIELDS = (
+    *("r", "rank_pattern", "lora_alpha", "alpha_pattern"),
+    *("use_rslora", "lora_dropout", "modules_to_save"),
+)
 """Fields that the section ``[lora]`` inherits from the adapter unless it sets them.
 
-Ranks of single layers and α are inherited only together with the rank, and the fields that name layers only together with
-``target_modules``.
+The fields that name layers are inherited only together with ``target_modules``.
 """
 
 
@@ -37,8 +39,10 @@ def merge_start_fields(adapter: StoredAdapter, fields: Mapping[str, Any]) -> dic
     # PEFT adds these names to each adapter of a classification model, even if the base has no such modules
     saved_modules = [n for n in config.get("modules_to_save") or () if n not in HEAD_NAMES]
     config["modules_to_save"] = saved_modules or None
-    # the scale is α divided by the rank
-    inherited_fields = [*_INHERITED_FIELDS, *(() if "r" in fields else _RANK_FIELDS)]
+    if adapter.is_mean:
+        # a mean has no α of its own, and the scale 1 at any rank
+        config["lora_alpha"] = fields.get("r", config["r"])
+    inherited_fields = [*_INHERITED_FIELDS]
     inherited_fields += () if "target_modules" in fields else LAYER_FIELDS
     inherited_fields = [n for n in inherited_fields if config.get(n) is not None]
     return {n: config[n] for n in inherited_fields} | dict(fields)
@@ -91,7 +95,8 @@ def load_start(model: Any, adapter: StoredAdapter) -> list[str]:
         a, b = name_in_file(str(layer.a)), name_in_file(str(layer.b))
         if a not in tensors or b not in tensors:
             continue
-        pair = Pair(tensors.pop(b).flatten(1), tensors.pop(a).flatten(1))
+        # in float32, because scaled factors in half precision would be rounded
+        pair = widen(Pair(tensors.pop(b).flatten(1), tensors.pop(a).flatten(1)))
         if (pair.b.shape[0], pair.a.shape[1]) != layer.shape:
             raise DataError(
                 f"lora.start: layer {name} of {adapter.title} is {pair.b.shape[0]} × {pair.a.shape[1]}, and that of "

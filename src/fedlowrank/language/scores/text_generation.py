@@ -219,8 +219,11 @@ def _check_lengths(model: Any, tokens: Sequence[Sequence[int]], decoding: Decodi
 
 def _collect_end_tokens(model: Any, tokenizer: Any, decoding: Decoding) -> set[int]:
     end_tokens: set[int | None] = {*find_end_tokens(getattr(model, "generation_config", None))}
-    # decoded text has no special tokens, so a stop string that is one is found by its id; other strings have no id
-    special_stops = [text for text in decoding.stop if text in tokenizer.all_special_tokens]
+    # decoded text has no special tokens, so a stop string that is one is found by its id; other strings have no id.
+    # all_special_tokens lacks tokens of add_tokens(special_tokens=True)
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    special_tokens = {*tokenizer.all_special_tokens, *(t.content for t in added_tokens if t.special)}
+    special_stops = [text for text in decoding.stop if text in special_tokens]
     end_tokens |= {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, special_stops)}
     return {int(i) for i in end_tokens if i is not None}
 

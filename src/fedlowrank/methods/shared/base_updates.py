@@ -69,10 +69,13 @@ class Base:
         """Begin without updates.
 
         Raises:
-            TaskError: if updates are to be merged into a weight that is quantized or not in memory.
+            TaskError: if updates are to be merged into a weight that is quantized or not in memory, or stacked beside
+                factors with dropout.
         """
         if keep == "merged":
             lora.check_changeable(lora.layers)
+        else:
+            lora.refuse_dropout("base_updates = 'stacked'")
         return cls({}, [])
 
     def with_updates(self, updates: Sequence[PackedFactors], keep: UpdateForm, lora: LoRA) -> Base:

@@ -73,7 +73,8 @@ class LoRATraining(CheckedFields):
         common_rank: rank of all clients, instead of the ranks that they bring; None for their own ranks. A method that
             needs one rank, such as FedIT, can so be compared with methods for unequal ranks in one experiment.
         scaling: scale of clients with unequal ranks: equal, all clients have the scale of the configuration, α_i =
-            c·r_i; alpha, they have its α, so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+            c·r_i; alpha, they have its α, so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank. With alpha all
+            layers need one rank in the configuration: ``rank_pattern`` is refused.
         head: treatment of the parameters trained beside the factors, such as a classification head: shared,
             averaged by examples; personal, kept by each client; frozen, at its initial values.
         wire: type in which factors are sent: float32 (unchanged), bfloat16 or int8.
@@ -140,9 +141,16 @@ class LoRATraining(CheckedFields):
         """Find the rank of every client, and warn of ranks above the largest rank of a layer.
 
         Raises:
-            TaskError: if models differ, or some clients bring a rank and others have none.
+            TaskError: if models differ, some clients bring a rank and others have none, or ``scaling`` is alpha and the
+                model gives its layers unequal ranks.
         """
         lora = lora_of(task.common_model(method))
+        if self.scaling == "alpha" and (names := lora.layers_of_own_rank):
+            raise TaskError(
+                f"{method}: with training.scaling = 'alpha' one factor, by the rank of the client, scales all of its layers, and "
+                f"{names[0]} has another rank than other layers (lora.rank_pattern), so its scale would not be its α over its "
+                "rank. Set training.scaling = 'equal', or leave rank_pattern out"
+            )
         unranked_ids = [client.id for client in task.clients if client.rank is None]
         if self.rank is None and self.common_rank is None and 0 < len(unranked_ids) < len(task.clients):
             raise TaskError(

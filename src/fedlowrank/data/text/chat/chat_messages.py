@@ -28,16 +28,18 @@ def read_messages(value: object, location: str, column: str) -> tuple[ChatMessag
     """The turns of a row in the form of OpenAI or of ShareGPT.
 
     Values that are null are left out, because Arrow files fill in every key that some row has. A content that
-    is null, as beside ``tool_calls``, is empty text. Parts of type ``text`` are joined. Other keys stay, for the chat
+    is null beside ``tool_calls`` is empty text. Parts of type ``text`` are joined. Other keys stay, for the chat
     template; ``weight`` and ``train`` say whether a turn is learnt (:func:`is_learnt`).
 
     Args:
-        value: a list of ``{"role": ..., "content": ...}``, or of ``{"from": ..., "value": ...}``.
+        value: a list of ``{"role": ..., "content": ...}``, or of ``{"from": ..., "value": ...}``; a turn may also have
+            the other form's key of the text.
         location: file and row, for messages.
         column: where the value is from, for messages.
 
     Raises:
-        DataError: if a turn has no role, a role of ShareGPT is unknown, a content is no text, or a mark is none.
+        DataError: if a turn has no role, neither a text nor calls of tools, or two texts; if a role of ShareGPT is
+            unknown, a content is no text, or a mark is none.
     """
     column_location = f"{location}: {column!r}"
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -74,6 +76,11 @@ def read_tools(value: object, location: str) -> tuple[Any, ...]:
 def is_learnt(message: ChatMessage) -> bool:
     """Whether a turn of the assistant is to be learnt: its ``weight`` (OpenAI) is not 0, nor its ``train`` (Axolotl) false."""
     return bool(message.get("weight", 1)) and bool(message.get("train", True))
+
+
+def is_blank(message: ChatMessage) -> bool:
+    """Whether a turn has neither text nor calls of tools, so that nothing is learnt from it but to end at once."""
+    return not message["content"].strip() and not message.get("tool_calls")
 
 
 def merge_system(messages: Sequence[ChatMessage], location: str) -> tuple[ChatMessage, ...]:
@@ -119,11 +126,9 @@ def _read_message(message: object, location: str) -> ChatMessage:
         raise DataError(f"{location} must be an object with 'role' and 'content', not {_shorten(message)}.")
     fields = _remove_nulls(message)
     if "role" in fields:
-        role, content_key = fields["role"], "content"
-        extra_fields = {key: value for key, value in fields.items() if key not in ("role", "content")}
+        role, role_key, content_keys = fields["role"], "role", ("content", "value")
     elif "from" in fields:
-        speaker, content_key = fields["from"], "value"
-        extra_fields = {key: value for key, value in fields.items() if key not in ("from", "value")}
+        speaker, role_key, content_keys = fields["from"], "from", ("value", "content")
         if not isinstance(speaker, str):
             raise DataError(f"{location}: 'from' must be text, not {_shorten(speaker)}.")
         if speaker not in SHAREGPT_ROLES:
@@ -137,6 +142,15 @@ def _read_message(message: object, location: str) -> ChatMessage:
         raise DataError(f"{location} has no 'role' (or 'from'); it has {keys}.")
     if not isinstance(role, str):
         raise DataError(f"{location}: 'role' must be text, not {_shorten(role)}.")
+    content_key = next((key for key in content_keys if key in fields), content_keys[0])
+    if content_key not in fields and not fields.get("tool_calls"):
+        keys = ", ".join(repr(key) for key in fields if key != role_key) or "nothing else"
+        raise DataError(
+            f"{location}, of the {role}, has no {content_key!r} and no 'tool_calls'; it has {keys}. Fill it in, or drop the row."
+        )
+    extra_fields = {key: value for key, value in fields.items() if key not in (role_key, content_key)}
+    if "content" in extra_fields:
+        raise DataError(f"{location} has two texts, in 'value' and in 'content'. Drop one of them.")
     _check_marks(role, extra_fields, location)
     content = _read_content(fields.get(content_key, ""), content_key, location)
     return {"role": role, "content": content, **extra_fields}

@@ -17,7 +17,7 @@ from ....core.errors import ConfigError, DataError
 from ....core.learning.losses import IGNORE_INDEX
 from ..packing import Sample
 from ..text_records import ChatMessage, Conversation
-from .chat_messages import drop_oldest_exchange, is_learnt, merge_system
+from .chat_messages import drop_oldest_exchange, is_blank, is_learnt, merge_system
 
 LossOn: TypeAlias = Literal["response", "assistant", "last", "all"]
 SystemRole: TypeAlias = Literal["template", "merge"]
@@ -56,8 +56,8 @@ class ChatTemplate:
     Args:
         tokenizer: a fast tokenizer of ``transformers`` with a chat template.
         loss_on: ``response`` or ``assistant``: all turns of the assistant; ``last``: its last turn alone;
-            ``all``: every token. But for ``all``, turns that their row marks as not learnt are left out
-            (:func:`.chat_messages.is_learnt`).
+            ``all``: every token. But for ``all``, turns that their row marks as not learnt
+            (:func:`.chat_messages.is_learnt`) and turns without text or calls of tools are left out.
         system: ``template``: the system's turn is written by the template; ``merge``: its text is put before
             the first user's.
 
@@ -77,8 +77,7 @@ class ChatTemplate:
                 "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
         self._tokenizer, self._loss_on, self._system = tokenizer, loss_on, system
-        added_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        self._ends = tuple(sorted({*added_tokens, *tokenizer.all_special_tokens}))
+        self._ends = _list_added_tokens(tokenizer)
         self._special = frozenset(tokenizer.convert_tokens_to_ids(list(self._ends)))
         self._read_keys: set[str] = set()
         self._tried_keys: Counter[str] = Counter()
@@ -164,6 +163,10 @@ class ChatTemplate:
     def unread_keys(self) -> list[str]:
         """Keys of messages so far that changed nothing of what the template writes."""
         return sorted(self._tried_keys.keys() - self._read_keys)
+
+    def count_blank_turns(self, conversation: Conversation) -> int:
+        """The number of turns that are not learnt because they have neither text nor calls of tools."""
+        return len(self._list_marked_turns(conversation)) - len(self._choose_turns(conversation))
 
     def has_end(self, sample: Sample) -> bool:
         """Whether the last token to learn is a special one, by which a model learns to stop."""
@@ -329,11 +332,16 @@ class ChatTemplate:
             )
         return [span for span, k in zip(spans, turns, strict=True) if k in learnt_turns]
 
-    def _choose_turns(self, conversation: Conversation) -> list[int]:
-        """The turns of the assistant to learn."""
+    def _list_marked_turns(self, conversation: Conversation) -> list[int]:
+        """The turns of the assistant that are to be learnt by ``loss_on`` and by their marks."""
         turns = [k for k in _list_assistant_turns(conversation.messages) if k >= conversation.learn_from]
         turns = turns[-1:] if self._loss_on == "last" else turns
         return [k for k in turns if is_learnt(conversation.messages[k])]
+
+    def _choose_turns(self, conversation: Conversation) -> list[int]:
+        """The turns of the assistant to learn."""
+        messages = conversation.messages
+        return [k for k in self._list_marked_turns(conversation) if not is_blank(messages[k])]
 
     def _find_spans_after_prompts(
         self, conversation: Conversation, text: str, encoding: _Encoded
@@ -390,6 +398,35 @@ class ChatTemplate:
         """The end of a turn without white space after a token that ends it."""
         turn = text[start:end].rstrip()
         return start + len(turn) if turn.endswith(self._ends) else end
+
+
+def find_turn_end(tokenizer: Any) -> int | None:
+    """Find the token by which a tokenizer's chat template ends the assistant's turns, and a model learns to stop.
+
+    It is the first added or special token after the assistant's text.
+
+    Args:
+        tokenizer: tokenizer of ``transformers`` with a chat template.
+
+    Returns:
+        The id of the token; None if the template writes no such token, or needs other turns than a question and an
+        answer.
+    """
+    answer = "answer"
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False))
+    except _RENDER_ERRORS:
+        return None
+    rest = text.rpartition(answer)[2]
+    ends = {rest.find(token): token for token in _list_added_tokens(tokenizer) if token in rest}
+    return int(tokenizer.convert_tokens_to_ids(ends[min(ends)])) if ends else None
+
+
+def _list_added_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The added and special tokens of a tokenizer, without those of white space, sorted."""
+    added_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    return tuple(sorted(token for token in added_tokens | {*tokenizer.all_special_tokens} if token.strip()))
 
 
 def _drop_exchange(conversation: Conversation, max_turns: int | None) -> Conversation | None:

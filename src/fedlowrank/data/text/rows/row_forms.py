@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ....core.errors import DataError
-from ..chat.chat_messages import is_learnt, is_message_list, read_messages, read_tools
+from ..chat.chat_messages import is_blank, is_learnt, is_message_list, read_messages, read_tools
 from ..on_disk.lazy_records import LazyRecords, RecentRows, list_facts
 from ..table import Table
 from ..text_records import (
@@ -36,6 +36,10 @@ Form: TypeAlias = Literal[
     "token_labels",
     "pairs",
 ]
+
+
+_MARKS = frozenset({"true", "false", "0", "1", "0.0", "1.0"})
+"""Values of a column ``label`` that tell good completions from bad ones, as lower-case text."""
 
 
 class RowForm(NamedTuple):
@@ -114,8 +118,12 @@ def read_rows(
 
     # the first row whose prompt is text, and the first one whose prompt is a list of messages
     first_rows: dict[bool, int] = {}
+    completion_marks: set[str] = set()
 
     def read_row(i: int) -> Record:
+        # a value that is no mark is kept, and further values need not be
+        if form == "prompt_completion" and completion_marks <= _MARKS:
+            completion_marks.update(_read_mark(table.rows[i].get("label")))
         stratum = table.name(i, category)
         if category is not None and stratum is None:
             raise DataError(f"{table.locate(i)} has no {category!r}, which partitions use. Fill it in.")
@@ -129,12 +137,26 @@ def read_rows(
             raise DataError(explain_mixed_prompts(*(table.locate(first_rows[key]) for key in (False, True))))
         return record
 
-    count = len(table.rows)
+    records: Sequence[Record]
     if on_disk:
-        return _read_lazily(table, read_row)
-    records = [read_row(i) for i in range(count)]
-    learnable_records = [record for record in records if _has_text(record)]
-    return learnable_records, len(records) - len(learnable_records)
+        records, empty_count = _read_lazily(table, read_row)
+    else:
+        all_records = [read_row(i) for i in range(len(table.rows))]
+        records = [record for record in all_records if _has_text(record)]
+        empty_count = len(all_records) - len(records)
+    if completion_marks and completion_marks <= _MARKS:
+        raise DataError(
+            f"{table.source!r} has a 'label' of {' and '.join(sorted(completion_marks))}, which tells good completions from bad "
+            "ones, and all would be learnt. Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'. "
+            "If it means something else, rename the column."
+        )
+    return records, empty_count
+
+
+def _read_mark(label: object) -> set[str]:
+    """The mark of a completion in a row as lower-case text; empty for none."""
+    text = "" if label is None else str(label).strip().lower()
+    return {text} if text else set()
 
 
 def _read_lazily(table: Table, read_row: Callable[[int], Record]) -> tuple[LazyRecords[Record], int]:
@@ -189,9 +211,17 @@ def _list_columns_with_values(table: Table) -> set[str]:
 def _has_text(record: Record) -> bool:
     if isinstance(record, Instruction):
         return bool(record.response.strip())
+    if isinstance(record, Conversation):
+        return not all(map(is_blank, _list_learnt_messages(record.messages[record.learn_from :])))
+    if isinstance(record, Preference):
+        return _has_text(record.chosen) and _has_text(record.rejected)
     if isinstance(record, TextPair):
         return bool(record.anchor.strip() and record.positive.strip())
     return bool(record.text.strip()) if isinstance(record, Labeled) else True
+
+
+def _list_learnt_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    return [message for message in messages if message["role"] == "assistant" and is_learnt(message)]
 
 
 def _find_value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]:
@@ -236,7 +266,7 @@ def _make_conversation(
     client: str | None,
 ) -> Conversation:
     location = table.locate(i)
-    if not any(message["role"] == "assistant" and is_learnt(message) for message in messages[learn_from:]):
+    if not _list_learnt_messages(messages[learn_from:]):
         raise DataError(f"{location} has no turn of the assistant to learn. Drop the row.")
     tools = read_tools(table.value(i, "tools"), location)
     return Conversation(messages, tools, learn_from, category, client, location)
@@ -247,11 +277,6 @@ def _read_completion(
 ) -> Instruction | Conversation:
     prompt, _ = _find_value(table, i, ("prompt",))
     completion, _ = _find_value(table, i, ("completion",))
-    if isinstance(table.rows[i].get("label"), bool):
-        raise DataError(
-            f"{table.locate(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
-            "Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'."
-        )
     return _make_prompted(table, i, prompt, completion, "completion", category, client)
 
 

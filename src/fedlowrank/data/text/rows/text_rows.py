@@ -169,7 +169,7 @@ class TextRows(CheckedFields):
             raise DataError(f"{table.source!r}: no row has a text to learn.")
         if empty_count:
             notes.append(
-                f"{table.source}: {empty_count} of {len(table.rows)} rows dropped, which have no text"
+                f"{table.source}: {empty_count} of {len(table.rows)} rows dropped, which have no text to learn"
             )
         if self.client_by_file:
             client = remove_endings(table.source)
