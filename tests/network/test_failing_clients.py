@@ -241,6 +241,32 @@ def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
     assert assert_equals_sequential_run(result, carrier, made) == {(0, 1), (1, 1), (2, 1)}
 
 
+@pytest.mark.parametrize(("rule", "late"), [("geometric_median", {3}), ("norm_bound", {2, 3})])
+def test_a_client_that_joins_late_counts_under_a_robust_rule(
+    rule: str, late: set[int], tmp_path: Path
+) -> None:
+    """Clients that have not registered yet have no examples, which must not lower the median of the others."""
+    made = small(
+        "fedavg",
+        4,
+        rounds=3,
+        run={"robust": {"rule": rule, "weights": "examples"}},
+        network={"min_clients": 4 - len(late), "limits": {"examples_ratio": 0.0}},
+        partition={"kind": "dirichlet", "clients": 4, "alpha": 0.5},
+    )
+    carrier = local(made, tmp_path)
+    carrier.away = {100 + client for client in late}
+
+    def act(there: LocalTransport, message: NodeMessage, t: int, client: int) -> None:
+        there.away.clear()
+
+    carrier.fault = fault_on_orders(act)
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert lost(result) == [late, late, set()]
+    assert all(result.rounds[3].server_metrics["weight"][str(client)] > 0 for client in late)
+    assert_equals_sequential_run(result, carrier, made)
+
+
 def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
     _, result = run_whole(made, tmp_path, forgetting(1, 2))

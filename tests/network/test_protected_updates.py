@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import pytest
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.messages import Answer, Order, Registration
+from fedlowrank.network.persistence.account import prepare_resume
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage
+from fedlowrank.rounds.participation.participants import Participants
+from fedlowrank.trust.privacy.accounting import local_epsilon
+from fedlowrank.trust.privacy.ledger import PrivacyLedger
 from tests.support.local_network import (
     LocalTransport,
     assert_equals_sequential_run,
@@ -20,6 +26,7 @@ from tests.support.local_network import (
     local,
     lose_replies,
     lost,
+    lost_reply,
     replace_fields,
     run_sequentially,
     run_whole,
@@ -203,6 +210,117 @@ def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp
     assert all(a == b for a, b in zip(seen[::2], seen[1::2], strict=True))
     for folder in carrier.folders.values():
         assert len((folder / "privacy.jsonl").read_text().splitlines()) == 1
+
+
+@dataclasses.dataclass
+class LocalCharges:
+    """What a run under local privacy has charged.
+
+    Attributes:
+        server: number of updates by client, in the server's ledger.
+        sites: the same, each in the client's own ledger.
+        epsilons: ε in the record of each round.
+        expected: ε after the last round, of the client that has charged most.
+    """
+
+    server: list[int]
+    sites: list[int]
+    epsilons: list[float]
+    expected: float
+
+
+def _read_charges(carrier: LocalTransport, result: Any, out: Path) -> LocalCharges:
+    ledger, noise = PrivacyLedger(out / "privacy.jsonl"), result.run.budget.noise
+    files = {node - 100: folder / "privacy.jsonl" for node, folder in carrier.folders.items()}
+    sites = [len(f.read_text().splitlines()) if f.exists() else 0 for _, f in sorted(files.items())]
+    epsilons = [r.server_metrics["privacy"]["epsilon"] for r in result.rounds]
+    expected = local_epsilon(noise, max(sites), 1e-3, "rdp")
+    return LocalCharges([ledger.releases(client) for client in files], sites, epsilons, expected)
+
+
+def _make_budgeted(clients: int = 3, rounds: int = 4, participation: float = 1.0, **network: Any) -> Any:
+    privacy = {"kind": "local", "epsilon": 8.0, "delta": 1e-3}
+    run = {"privacy": privacy, "clipping": {"norm": 0.3}, "participation": participation}
+    return small("fedavg", clients, rounds=rounds, run=run, network=network)
+
+
+def test_the_server_charges_the_updates_that_clients_made(tmp_path: Path) -> None:
+    """Also those that were lost on their way; one that is asked for again after a restart is the same."""
+    made, out, stops = _make_budgeted(), tmp_path / "run", [3, 2]
+
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 2 and client == 2 and stops:
+            stops.pop()
+            carrier.answered(message)
+            raise KeyboardInterrupt
+        if t == 3 and client == 1:
+            carrier.answered(message)
+            return [lost_reply(message)]
+        return None
+
+    carrier = local(made, tmp_path, fault_on_orders(act), SiteSettings())
+    for attempt in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            serve_run(carrier, made, out, resume=attempt > 0)
+    result = serve_run(carrier, made, out, resume=True)
+    charges = _read_charges(carrier, result, out)
+    assert lost(result) == [set(), set(), {1}, set()]
+    assert charges.server == charges.sites == [4, 4, 4]
+    assert charges.epsilons[-1] == pytest.approx(charges.expected)
+    # σ is planned for an update in each of the four rounds
+    assert 7.9 < charges.expected <= 8.0
+    assert result.run.stopped == ""
+
+
+def test_after_going_back_an_update_is_another_one_and_is_charged(tmp_path: Path) -> None:
+    made, out = small("fedavg", rounds=3, run=LOCAL), tmp_path / "run"
+    carrier = local(made, tmp_path, site=SiteSettings())
+    serve_run(carrier, made, out)
+    prepare_resume(out, 2, ())
+    result = serve_run(carrier, made, out, resume=True)
+    charges = _read_charges(carrier, result, out)
+    assert charges.server == charges.sites == [4, 4, 4]
+    assert charges.epsilons[-1] == pytest.approx(charges.expected)
+
+
+def test_a_client_that_was_never_asked_has_spent_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(self: Participants, round: int, *_: Any) -> list[int]:
+        # half of the clients, client 3 always
+        return sorted({3, round % 3})
+
+    monkeypatch.setattr(Participants, "draw", draw)
+    made = _make_budgeted(4, 6, 0.5, min_clients=3)
+
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> None:
+        if t > 2:
+            carrier.away.clear()
+
+    carrier = local(made, tmp_path, fault_on_orders(act), SiteSettings())
+    carrier.away = {103}
+    result = serve_run(carrier, made, tmp_path / "run")
+    charges = _read_charges(carrier, result, tmp_path / "run")
+    assert charges.server == charges.sites == [2, 2, 2, 2]
+    assert [r.participants for r in result.rounds[4:]] == [[0, 3], [1, 3], [2, 3]]
+    assert charges.epsilons[-1] == pytest.approx(charges.expected)
+
+
+def test_a_round_without_any_client_can_be_resumed(tmp_path: Path) -> None:
+    made, out, everybody = _make_budgeted(rounds=3, min_replies=0), tmp_path / "run", {0, 1, 2}
+
+    def leave(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        answer = carrier.answered(message)
+        if (t, client) == (1, 2):
+            carrier.away = {100, 101, 102}
+        return [answer]
+
+    carrier = local(made, tmp_path, fault_on_orders(leave), SiteSettings())
+    result = serve_run(carrier, made, out)
+    assert lost(result) == [set(), everybody, everybody]
+    assert [_read_charges(carrier, result, out).server, len(carrier.trained)] == [[1, 1, 1], 3]
+    carrier.away = set()
+    assert serve_run(carrier, made, out, resume=True).rounds == result.rounds
 
 
 def test_attacks_are_for_simulations(tmp_path: Path) -> None:

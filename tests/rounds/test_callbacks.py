@@ -108,6 +108,29 @@ def test_a_smaller_error_is_better_without_being_told(metric: str, is_error: boo
     assert bool([told(record) for record in records][-1]) is is_error
 
 
+def _stops(patience: int, *rows: list[float | None]) -> list[bool]:
+    """Whether early stopping ends a run after each of these evaluations, with one value a client."""
+    stopping = EarlyStopping(patience)
+    tables = [make_client_table({"accuracy": {"own": {"val": row}}}) for row in rows]
+    return [bool(stopping(RoundRecord(t, measured=table))) for t, table in enumerate(tables)]
+
+
+def test_evaluations_are_compared_over_the_clients_that_both_have() -> None:
+    # the weak client is missing at first: it lowers the mean and is no fall
+    assert _stops(1, [0.4, 0.7, None], [0.4, 0.7, 0.0], [0.4, 0.7, 0.5], [0.4, 0.7, 0.5]) == [
+        False, False, False, True,
+    ]  # fmt: skip
+    # it is missing in between: a higher mean without it is no gain
+    assert _stops(2, [0.7, 0.1], [0.7, None], [0.7, None]) == [False, False, True]
+    # a gain of the others is one
+    assert _stops(1, [0.7, 0.1], [0.8, None], [0.8, 0.1]) == [False, False, False]
+
+
+def test_evaluations_without_a_common_client_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    assert _stops(1, [0.7, None], [None, 0.1], [0.7, 0.1], [0.7, 0.1]) == [False, False, False, True]
+    assert "round 1: no client has a validation result here and in round 0" in caplog.text
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("crash", [1, 4, 6])
 @pytest.mark.usefixtures("by_curve")
@@ -208,6 +231,13 @@ def test_what_is_no_callback_or_no_answer(tmp_path: Path) -> None:
         run(patience=0)
     with pytest.raises(ConfigError, match="module:function"):
         run(callbacks=("mine",))
+    # a function that takes no record, or more than one argument, before anything is trained
+    for function in ("os:getcwd", "math:atan2"):
+        with pytest.raises(
+            ConfigError, match="cannot be called with a round's record alone: define it as function"
+        ):
+            run(callbacks=(function,), folder=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_that_a_callback_ends_when_it_is_resumed_evaluates_its_last_round(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ import torch
 
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.results.scalars import list_scalars
 from tests.support.client_tables import make_client_table
+from tests.support.local_network import local, serve_run, small
 
 Found = list[tuple[str, int, float]]
 """Tag, step and value."""
@@ -201,6 +203,23 @@ def test_mlflow_has_every_number_of_a_round_that_is_repeated_with_more(tmp_path:
     # the seconds that were logged are those of the first time
     steps = sorted(step for tag, step, _ in in_mlflow(folder) if tag == "accuracy/personal/test")
     assert steps == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_run_that_went_back_leaves_the_numbers_of_before(name: str, tmp_path: Path) -> None:
+    """A target keeps what was logged, so the rounds that are repeated without a client need a new one."""
+    pytest.importorskip(name)
+    made, out = small("fedavg", rounds=4, run={"log": [name]}), tmp_path / "served" / "run"
+    carrier = local(made, tmp_path / "served")
+    before = serve_run(carrier, made, out).rounds
+    prepare_resume(out, 2, {1})
+    after = serve_run(carrier, made, out, resume=True).rounds
+    assert after[3].training_losses != before[3].training_losses
+    values = {(tag, step): value for tag, step, value in READERS[name](out)}
+    for record in after:
+        for title, loss in record.training_losses.items():
+            assert values[f"training_loss/{title}", record.round] == pytest.approx(loss, rel=1e-6)
+    assert {step for _, step in values} == {0, 1, 2, 3, 4}
 
 
 OWN = """

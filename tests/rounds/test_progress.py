@@ -32,3 +32,9 @@ def test_a_run_is_named_by_method_seed_and_what_was_varied() -> None:
     config = {"method": {"title": "pFedLoRA"}, "run": {"seed": 4}, "vary": {"defaults.optimizer.lr": 0.1}}
     assert run_label(config) == "pFedLoRA, seed 4, lr 0.1"
     assert run_label({**config, "vary": {}}) == "pFedLoRA, seed 4"
+    # a field of another method says nothing of this one
+    vary = {"methods.pfedlora.epochs": 1, "methods.fedavg.epochs": 3}
+    method = {**config["method"], "name": "pfedlora"}
+    assert (
+        run_label({**config, "method": method, "vary": vary}) == "pFedLoRA, seed 4, epochs 1, fedavg.epochs 3"
+    )

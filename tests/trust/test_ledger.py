@@ -56,6 +56,19 @@ def test_a_line_for_each_charged_round(path: Path) -> None:
         assert [seen.releases(client) for client in (3, 4, 7, 8)] == [2, 1, 1, 0]
 
 
+def test_clients_are_known_by_the_branch_of_a_run(path: Path) -> None:
+    ledger = PrivacyLedger(path)
+    ledger.charge(0, 1.5, 0.1, FIXED, [3], seeded=False)
+    ledger.charge(0, 1.5, 0.1, FIXED, [4, 5], seeded=False, branch=1)
+    ledger.charge(0, 1.5, 0.1, FIXED, [6], seeded=False, branch=1)
+    first, second, _ = map(json.loads, path.read_text().splitlines())
+    # ledgers of runs that never went back have the form of before
+    assert ("branch" in first, second["branch"]) == (False, 1)
+    for seen in (ledger, PrivacyLedger(path)):
+        assert [seen.clients_in_branch(0, branch) for branch in (0, 1, 2)] == [{3}, {4, 5, 6}, set()]
+        assert seen.releases(3) == seen.releases(6) == 1
+
+
 @pytest.mark.full
 def test_memory_and_file_agree(path: Path) -> None:
     memory, file = PrivacyLedger(), PrivacyLedger(path)

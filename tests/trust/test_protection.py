@@ -393,7 +393,7 @@ def test_methods_that_cannot_be_private_say_why(name: str) -> None:
         ),
         ({"clipping": {"norm": 1.0}, "privacy": {"kind": "central", "epsilon": 1.0}}, "delta is needed"),
         ({"clipping": {"norm": 1.0}, "privacy": {"kind": "central", "delta": 1e-5}}, "privacy.noise"),
-        ({"privacy": {"kind": "central", "noise": 1.0, "delta": 1e-5}}, "set clipping.norm"),
+        ({"privacy": {"kind": "central", "noise": 1.0, "delta": 1e-5}}, "set run.clipping.norm"),
         ({"clipping": {"quantile": 0.5}}, "first value"),
         ({"robust": {"rule": "median"}, "secure": {"on": True}}, "single replies"),
         ({"attack": {"kind": "alie", "share": 0.3}, "robust": {"rule": "krum"}}, "hostile"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..core.contract import AnyMethod, ClientInfo, ServerView
@@ -69,6 +69,8 @@ class NetworkRun(Run):
             engine.compares and settings.privacy.kind == "none" and engine.settings.max_fall > 0
         )
         engine.count_repeats = self._count_repeats
+        if self.budget is not None and self.budget.is_local:
+            self.budget.branch, engine.charge = engine.account.branch, self._charge
         engine.decode = lambda upload, client: decompress_upload(
             self.method, self.state.server, upload, client
         )
@@ -88,6 +90,10 @@ class NetworkRun(Run):
             ).check(count_numbers(zero_contribution))
             logger.info(describe_collusion(self.budget, client_count))
         return SecureRounds(client_count, keys, grid, zero_contribution)
+
+    def charge_drawn(self, round: int, client_ids: Collection[int]) -> None:
+        """See the base class; under local privacy a client is charged when an order to train is sent to it."""
+        super().charge_drawn(round, () if self.settings.privacy.kind == "local" else client_ids)
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
         """See the base class; under secure sums the engine computes the total."""
@@ -161,7 +167,7 @@ class NetworkRun(Run):
                 raise
 
             def contribution(client: ClientInfo) -> Any:
-                return self.method.contribution(old_server, self.engine.spool.get(client.id), client)
+                return self.method.contribution(old_server, self.engine.read_upload(client.id), client)
 
             server, fault_reasons = update_without_faulty(
                 self.method,
@@ -227,6 +233,8 @@ class NetworkRun(Run):
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
             self.engine.templates = Templates(self.method, self.task)
+            if self.inspection is not None:
+                self.inspection = dataclasses.replace(self.inspection, task=self.task)
         self.engine.sizes = tuple(i.example_count for i in federation.infos)
         # under differential privacy and secure sums, clients send no evaluations
         is_due = self.is_due() and self.budget is None and self.engine.secure is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any, Self
 
@@ -79,6 +79,10 @@ def _keep_upload(upload: Any, client: ClientInfo) -> Any:
     return upload
 
 
+def _charge_nobody(round: int, client_ids: Collection[int]) -> None:
+    del round, client_ids
+
+
 @dataclasses.dataclass
 class TrainingVolume:
     """Sizes of the messages that a round's training took.
@@ -124,6 +128,7 @@ class NetworkEngine(Engine):
         shortens: whether long updates are shortened; not if a rule of run.robust bounds them; set by the run.
         describes: whether length and direction of updates are stored for a person to see; set by the run.
         decode: function that decompresses the upload of a client for the method; set by the run.
+        charge: function that charges clients before orders to train are sent to them in a round; set by the run.
         kept_shares: remaining share of the length of each shortened update of the round, by client.
     """
 
@@ -148,6 +153,7 @@ class NetworkEngine(Engine):
     shortens: bool = True
     describes: bool = False
     decode: Callable[[Any, ClientInfo], Any] = _keep_upload
+    charge: Callable[[int, Collection[int]], None] = _charge_nobody
     kept_shares: dict[int, float] = dataclasses.field(default_factory=dict)
     member_keys: MemberKeys | None = None
     secure: SecureRounds | None = None
@@ -155,6 +161,7 @@ class NetworkEngine(Engine):
     _members: set[int] = dataclasses.field(default_factory=set)
     _parcels: Mapping[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
+    _shortened_jobs: dict[int, tuple[ClientJob, Shortening]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
     _logged_long: set[int] = dataclasses.field(default_factory=set)
     _notified_nodes: set[int] = dataclasses.field(default_factory=set)
@@ -183,6 +190,7 @@ class NetworkEngine(Engine):
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
+        self._shortened_jobs = {}
         self.kept_shares, self.training_volume = {}, TrainingVolume()
         if self.secure is not None:
             yield from self._run_secure(self.secure, list(jobs), round)
@@ -211,22 +219,24 @@ class NetworkEngine(Engine):
             )
         used_jobs = {j.client.id: j for j in jobs if results[j.client.id].lost is None}
         shortenings = self._find_shortenings(used_jobs, round)
+        self._shortened_jobs = {c: (used_jobs[c], shortening) for c, shortening in shortenings.items()}
         for job in jobs:
             client_id, result = job.client.id, results[job.client.id]
             if client_id in used_jobs:
                 # only one upload is in memory at a time
-                upload = self.spool.get(client_id)
-                if client_id in shortenings:
-                    upload = shorten_upload(
-                        self.decode(upload, job.client),
-                        self._find_reference(job),
-                        shortenings[client_id].bounds,
-                    )
-                result = dataclasses.replace(result, upload=upload)
+                result = dataclasses.replace(result, upload=self.read_upload(client_id))
             yield result
         if self.describes:
             self._describe_updates(used_jobs, round)
         self.bound.learn(self._norms, round)
+
+    def read_upload(self, client_id: int) -> Any:
+        """Read the upload of a client whose reply is used in this round; a long update is shortened."""
+        upload = self.spool.get(client_id)
+        if client_id not in self._shortened_jobs:
+            return upload
+        job, shortening = self._shortened_jobs[client_id]
+        return shorten_upload(self.decode(upload, job.client), self._find_reference(job), shortening.bounds)
 
     def _run_secure(self, secure: SecureRounds, jobs: list[ClientJob], round: int) -> list[ClientResult]:
         """Return the result of each job of a secure sum, which is repeated if too few clients begin it.
@@ -259,9 +269,13 @@ class NetworkEngine(Engine):
     ) -> Iterator[tuple[int, Answer | str]]:
         """Send a step of a secure sum to clients; yield the answer of each, or the reason why there is none."""
         node_ids, clients_by_node = self.transport.nodes(), dict[int, int]()
-        messages = []
+        messages, paused_ids = [], set[int]()
+        if step == "announce" and self.secure is not None:
+            # the later steps need every client that took the first one
+            min_clients = max(self.secure.min_clients, self._min_members)
+            paused_ids = self._list_paused(parcels, node_ids, round, min_clients)
         for client_id, parcel in sorted(parcels.items()):
-            if (reason := self._reason_to_skip(client_id, node_ids, set())) is not None:
+            if (reason := self._reason_to_skip(client_id, node_ids, paused_ids)) is not None:
                 yield client_id, reason
                 continue
             order = Order(self.account.run, round, 0, False, False, False, self.account.branch, step, parcel)
@@ -283,7 +297,7 @@ class NetworkEngine(Engine):
                 self._members.add(client_id)
             yield client_id, answer
         for client_id in clients_by_node.values():
-            yield client_id, f"it did not reply within {deadline:g} s"
+            yield client_id, f"it did not reply within {deadline:g} s{self._count_timeout(client_id, round)}"
         if self.secure is not None and self.secure.min_clients <= len(self._members) < self._min_members:
             raise SecureSumError(
                 f"{len(self._members)} clients answered, and {self._min_members} must (network.min_replies)"
@@ -575,13 +589,14 @@ class NetworkEngine(Engine):
             min_replies: number of good replies from which on the others are waited for only as long as :attr:`grace` allows.
             is_last: whether the run is over, in which case every client is waited for.
         """
-        paused_ids = set() if is_last else self.backoff.list_paused(round)
-        if sum(j.client.id not in paused_ids for j in training_jobs) < self.settings.min_replies:
-            # the round needs the paused clients
-            paused_ids = set()
         node_ids = self.transport.nodes()
         messages = self._make_registration_requests(node_ids)
         training_ids = {j.client.id for j in training_jobs}
+        # in a secure sum, the other clients count on the masks of each client that took the first step
+        asks_all = is_last or self.secure is not None
+        paused_ids = (
+            set() if asks_all else self._list_paused(training_ids, node_ids, round, self.settings.min_replies)
+        )
         open_jobs: dict[int, ClientJob] = {}
         payloads: dict[int, tuple[bytes, str]] = {}
         repeats = self.count_repeats(round)
@@ -621,6 +636,7 @@ class NetworkEngine(Engine):
             open_jobs[messages[-1].node] = job
         del payloads
         self._asked_nodes = {job.client.id: node for node, job in open_jobs.items()}
+        self.charge(round, training_ids & self._asked_nodes.keys())
         deadline = self.settings.deadline if open_jobs else min(self.settings.deadline, REGISTRATION_SECONDS)
         reply_count, start_time = 0, time.monotonic()
 
@@ -655,12 +671,27 @@ class NetworkEngine(Engine):
         waiting_time = f"{limit():.4g} s{' (network.grace)' if limit() < deadline else ''}"
         for client_id in (job.client.id for job in open_jobs.values()):
             reason = f"client {client_id} did not reply within {waiting_time}"
-            if not is_last and (pause := self.backoff.record_timeout(client_id, round)):
-                reason += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
+            if not is_last:
+                reason += self._count_timeout(client_id, round)
             if client_id in training_ids:
                 yield client_id, _make_lost_result(reason)
             else:
                 logger.info(reason)
+
+    def _list_paused(
+        self, client_ids: Iterable[int], node_ids: set[int], round: int, min_replies: int
+    ) -> set[int]:
+        """Identifiers of the clients that get no order because they are paused; none if the round needs them."""
+        paused_ids = self.backoff.list_paused(round)
+        others = [c for c in client_ids if self._reason_to_skip(c, node_ids, paused_ids) is None]
+        return set() if len(others) < min_replies else paused_ids
+
+    def _count_timeout(self, client_id: int, round: int) -> str:
+        """Count an order without a reply; returns the end of the reason, "" unless the client is paused."""
+        pause = self.backoff.record_timeout(client_id, round)
+        if not pause:
+            return ""
+        return f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
 
     def _take_vector(self, response: Response, client: ClientInfo, round: int) -> ClientResult:
         """Add a masked vector; nothing else in the reply can be checked, and nothing else is used."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +15,7 @@ from ..core.arguments.field_checks import check_arguments
 from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError
 from ..data.federation import Federation
-from ..results.client_numbers import LOSS
+from ..results.client_numbers import ACCURACY, LOSS
 from ..results.measurements import is_lower_better
 from ..results.ranking import exceeds
 from ..results.records import RoundRecord
@@ -71,6 +73,9 @@ class EarlyStopping(Callback):
     minus their mean validation loss for models without an accuracy. Rounds without evaluation do not count. Results that
     differ only by rounding are equal: see :func:`..results.ranking.exceeds`.
 
+    Over a network, an evaluation may lack clients. Two evaluations are then compared by the mean over the clients that
+    both have. One with further clients that is as good as the best one takes its place, and is not counted.
+
     Args:
         patience: number of consecutive evaluations without an improvement after which the run ends.
         min_delta: smallest improvement: an evaluation is better if it exceeds the best one by more than this, in
@@ -104,17 +109,18 @@ class EarlyStopping(Callback):
         if lower_is_better is None and metric is not None:
             lower_is_better = is_lower_better(metric)
         self.metric, self.sign = metric, -1.0 if lower_is_better else 1.0
-        self._best: float | None = None
-        self._best_round, self._waited = 0, 0
+        self._best: RoundRecord | None = None
+        self._waited = 0
 
     @property
     def reason(self) -> str:  # type: ignore[override]  # computed, a field of the base
         """Text that says why the run ends."""
-        return f"no better validation for {self.patience} evaluations after round {self._best_round}"
+        best_round = 0 if self._best is None else self._best.round
+        return f"no better validation for {self.patience} evaluations after round {best_round}"
 
     def on_run_begin(self, records: Sequence[RoundRecord]) -> bool:
         """Count the evaluations of earlier rounds, as an uninterrupted run would have counted them."""
-        self._best, self._best_round, self._waited = None, 0, 0
+        self._best, self._waited = None, 0
         for record in records:
             self(record)
         return self._waited >= self.patience
@@ -132,8 +138,24 @@ class EarlyStopping(Callback):
                     record.round,
                 )
             return False
-        if self._best is None or exceeds(value, self._best, margin=self.min_delta):
-            self._best, self._best_round, self._waited = value, record.round, 0
+        if self._best is None:
+            self._best = record
+            return False
+        client_ids, best_ids = self._list_clients(record), self._list_clients(self._best)
+        if client_ids != best_ids:
+            value = self._value(_restrict(record, client_ids & best_ids))
+        best_value = self._value(_restrict(self._best, client_ids & best_ids))
+        if value is None or best_value is None:
+            logger.warning(
+                "round %d: no client has a validation result here and in round %d, the best one until now, so early "
+                "stopping does not count it",
+                record.round,
+                self._best.round,
+            )
+        elif exceeds(value, best_value, margin=self.min_delta):
+            self._best, self._waited = record, 0
+        elif client_ids > best_ids and not exceeds(best_value, value):
+            self._best = record
         else:
             self._waited += 1
         return self._waited >= self.patience
@@ -146,6 +168,17 @@ class EarlyStopping(Callback):
             f"EarlyStopping: the metric {self.metric!r} is not defined on the validation examples of any client, as "
             "that of AUROC where all are of one class. Choose another metric, or give clients more validation examples"
         )
+
+    def _list_clients(self, record: RoundRecord) -> set[int]:
+        """Identifiers of the clients whose validation results a record's criterion is the mean of."""
+        names = (ACCURACY, LOSS) if self.metric is None else (self.metric,)
+        client_ids = {
+            client_id
+            for name in names
+            for client_id, value in record.by_client(name, split="val").items()
+            if value is not None
+        }
+        return client_ids.difference(record.excluded_from_means or ())
 
     def _value(self, record: RoundRecord) -> float | None:
         """Value of the criterion, higher is better; None without an evaluation or validation examples."""
@@ -160,6 +193,13 @@ class EarlyStopping(Callback):
         if value is None:
             return None
         return -math.inf if math.isnan(value) else self.sign * value
+
+
+def _restrict(record: RoundRecord, client_ids: Set[int]) -> RoundRecord:
+    """Make a record whose means are over some of its clients."""
+    evaluated_ids = set() if record.measured is None else {*record.measured.client_ids}
+    excluded_ids = {*(record.excluded_from_means or ())} | (evaluated_ids - client_ids)
+    return dataclasses.replace(record, excluded_from_means=sorted(excluded_ids))
 
 
 class CallbackList:
@@ -222,7 +262,26 @@ def as_callbacks(value: RoundCallback | Sequence[RoundCallback] | None) -> list[
                 "a callback is a function of a round's record, or an object such as EarlyStopping(); not "
                 f"{description}"
             )
+        if not _takes_record(callback):
+            raise ConfigError(
+                f"the callback {name_of(callback)} cannot be called with a round's record alone: define it as "
+                "function(record)"
+            )
     return callbacks
+
+
+def _takes_record(callback: RoundCallback) -> bool:
+    """Whether a callback can be called with one argument, as far as its signature is known."""
+    try:
+        signature = inspect.signature(callback)
+    except ValueError:
+        # some functions of C have none
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def refuse_without_validation(callbacks: Sequence[RoundCallback], federation: Federation) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.local_network import Clock, until
 
 pytest.importorskip("flwr")
 from fedlowrank.cli.deployment import network_commands as commands
@@ -83,3 +90,109 @@ def test_the_end_of_a_run_is_reported_with_advice(
     with pytest.raises(ProcessError) as caught:
         commands._see_through(*watched)
     assert expected in str(caught.value)
+
+
+class DeafLink(Link):
+    """A SuperLink that gives the state of its run only after some requests.
+
+    Attributes:
+        failures: number of requests that fail.
+        requests: number of requests until now.
+    """
+
+    def __init__(self, log: Path, failures: float) -> None:
+        super().__init__(log)
+        self.failures, self.requests = failures, 0
+
+    def status(self, run: int) -> RunStatus:
+        self.requests += 1
+        if self.requests <= self.failures:
+            raise ProcessError("`flwr list` had no answer within 120 s")
+        return RunStatus("finished:completed", "")
+
+
+def test_a_request_for_the_state_of_a_run_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(commands, "time", Clock())
+    link: Any = DeafLink(tmp_path / "superlink.log", 3)
+    commands._see_through(link, tmp_path / "app", tmp_path / "server.log", tmp_path / "run")
+    assert link.requests == 4
+    assert sum("`flwr list` had no answer within 120 s; it is asked again" in m for m in caplog.messages) == 3
+
+
+def test_a_run_whose_state_is_never_given_is_no_endless_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(commands, "time", clock)
+    link: Any = DeafLink(tmp_path / "superlink.log", float("inf"))
+    with pytest.raises(ProcessError, match=r"10 requests failed in a row, .* had no answer .* by --resume"):
+        commands._see_through(link, tmp_path / "app", tmp_path / "server.log", tmp_path / "run")
+    assert 9 * 60 < clock.now < 11 * 60
+
+
+def test_a_run_that_says_how_it_ended_needs_no_state(tmp_path: Path) -> None:
+    link: Any = DeafLink(tmp_path / "superlink.log", float("inf"))
+    log = tmp_path / "server.log"
+    log.write_text("12:00:00 finished\n")
+    commands._see_through(link, tmp_path / "app", log, tmp_path / "run")
+    log.write_text("12:00:00 error: the disk is full.\n")
+    with pytest.raises(ProcessError, match=r"the run failed: the disk is full\. Start it again"):
+        commands._see_through(link, tmp_path / "app", log, tmp_path / "run")
+
+
+def _start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_a_command_and_what_it_started(is_ignored: bool) -> None:
+    code = """
+        import signal, sys, time
+        from fedlowrank.cli.deployment.network_commands import interrupted_once
+        if sys.argv[1] == "True":
+            # as nohup does
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with interrupted_once():
+                print("ready", flush=True)
+                time.sleep(5)
+                print("slept", flush=True)
+        finally:
+            print("cleaned up", flush=True)
+    """
+    process = _start(code, str(is_ignored))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    out, error = process.communicate(timeout=60)
+    assert out.split("\n") == (["slept", "cleaned up", ""] if is_ignored else ["cleaned up", ""])
+    assert ("KeyboardInterrupt" in error) is not is_ignored
+
+
+def test_a_closed_terminal_ends_the_processes_of_a_trial(tmp_path: Path) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\necho started >> {tmp_path / 'log'}\nexec sleep 50\n")
+    stand_in.chmod(0o755)
+    code = """
+        import sys
+        from pathlib import Path
+        from fedlowrank.cli.deployment import poc
+        sys.executable = sys.argv[1]
+        poc.poc(None, 2, Path(sys.argv[2]))
+    """
+    process = _start(code, str(stand_in), str(tmp_path / "trial"))
+    log = tmp_path / "log"
+    until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    start = time.monotonic()
+    process.send_signal(signal.SIGHUP)
+    # a process that runs on would hold the pipe of the output open
+    process.communicate(timeout=100)
+    assert time.monotonic() - start < 40
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

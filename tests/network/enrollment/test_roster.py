@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -128,6 +129,25 @@ def test_a_roster_is_signed_by_the_authority_of_the_certificate(operator: Path, 
     ends = datetime.datetime.fromisoformat(table["clients"]["0"]["expires"])
     left = ends - datetime.datetime.now(datetime.UTC)
     assert left / datetime.timedelta(days=1) == pytest.approx(10, abs=0.01)
+
+
+def test_commands_name_a_folder_as_a_shell_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator, site = tmp_path / "our keys", tmp_path / "site of us"
+    for arguments in (
+        [str(operator), "--clients", "0"],
+        [str(site), "--request", "1"],
+        [str(operator), "--accept", str(site / "request.json")],
+    ):
+        assert main(["keys", *arguments]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    commands = [shlex.split(part) for part in text.split("`")[1::2] if str(tmp_path) in part]
+    assert [command[2:4] for command in commands] == [
+        [str(operator), "--accept"],
+        [str(site), "--roster"],
+        [str(operator), "--revoke"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.network.secure.secure_sites import (
     run_secure,
 )
 from tests.support.local_network import (
+    LocalTransport,
     fault_on_orders,
     intact,
     log_lines,
@@ -142,6 +143,29 @@ def test_a_run_stops_where_too_few_clients_begin_a_round(
     carrier.fault = intact
     result = serve_run(carrier, made, tmp_path / "run", member_keys=keys, resume=True)
     assert [r.lost for r in result.rounds[1:]] == [{}, {}]
+
+
+@pytest.mark.parametrize("clients", [3, 4])
+def test_a_client_that_was_too_slow_is_no_loss_for_the_others(clients: int, tmp_path: Path) -> None:
+    """Its pause begins with a round, before others count on its masks; where the sum needs it, it has none."""
+    slow = clients - 1
+
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        is_late = client == slow and t <= 2 and Order.from_json(message.header).step == "mask"
+        return [] if is_late else None
+
+    made = make_secure_experiment("fedavg", clients, 4)
+    carrier, result = run_secure(made, tmp_path, fault_on_orders(act))
+    lost_clients = [set(r.lost) for r in result.rounds[1:]]
+    if clients == 3:
+        # three clients can sum only together
+        assert lost_clients == [{"0", "1", "2"}, {"0", "1", "2"}, set(), set()]
+    else:
+        assert lost_clients == [{"3"}, {"3"}, {"3"}, set()]
+        assert "paused until round 4" in result.rounds[3].lost["3"]
+        assert not [order for client, order in carrier.orders() if (client, order.round) == (3, 2)]
+    truth = run_in_clear(made, [r.lost for r in result.rounds[1:]])
+    assert is_close(result.run.state.server, truth.state.server, 1e-4)
 
 
 def test_with_min_replies_0_rounds_without_a_result_are_accepted(tmp_path: Path) -> None:

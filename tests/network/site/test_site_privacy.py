@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,12 +183,12 @@ def test_the_data_of_a_client_is_its_file_whatever_is_made_of_it(
 
     monkeypatch.setattr(commands, "supervise", lambda node, stop: None)
     lines = [f"{i % 7},{(i * i) % 11},{i % 3}" for i in range(60)]
-    rows = {"a.csv": lines, "b.csv": [*lines[::-1], "1,2,0"]}
+    rows = {"of us.csv": lines, "b.csv": [*lines[::-1], "1,2,0"]}
     for name, content in rows.items():
         (tmp_path / name).write_text("\n".join(["x,y,label", *content]) + "\n")
-        (tmp_path / name).chmod(0o644 if name == "a.csv" else 0o600)
+        (tmp_path / name).chmod(0o644 if name == "of us.csv" else 0o600)
     spent = []
-    for name, client, normalize in (("a.csv", 0, "standard_per_client"), ("b.csv", 1, "none")):
+    for name, client, normalize in (("of us.csv", 0, "standard_per_client"), ("b.csv", 1, "none")):
         made = private(
             "local", 8.0, 100.0,
             data={"source": "csv", "path": name, "label": "label", "normalize": normalize},
@@ -202,7 +203,10 @@ def test_the_data_of_a_client_is_its_file_whatever_is_made_of_it(
         assert mine._spend(Order("abc", 0, 0, True, False), 0) == ""
         spent.append(mine.budget.spent_before())
     warned = [line for line in caplog.messages if "other users of this machine may be able to read" in line]
-    assert [str(tmp_path / "a.csv") in line for line in warned] == [True]
+    assert [str(tmp_path / "of us.csv") in line for line in warned] == [True]
+    # the command in it can be typed as it is
+    assert os.system(warned[0].rpartition(": ")[2]) == 0
+    assert (tmp_path / "of us.csv").stat().st_mode & 0o077 == 0
     assert spent == [0, pytest.approx(composed(4.0, 1))]
     stored = json.loads((tmp_path / "b" / "client.json").read_text())["parts"]
     # the lines that differ, and the names of the columns

@@ -15,13 +15,14 @@ import torch
 from fedlowrank.cli.main import main
 from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.contract import Task
+from fedlowrank.core.contract import ServerView, Task
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.scaffold import ControlledModel
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
@@ -34,6 +35,7 @@ from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage import checkpoint
 from tests.methods.setting import KINDS, Net
 from tests.support.local_network import (
+    Fault,
     Killed,
     LocalTransport,
     assert_equals_sequential_run,
@@ -45,6 +47,7 @@ from tests.support.local_network import (
     intact,
     local,
     lost,
+    lost_reply,
     open_client_memory,
     replace_fields,
     run_sequentially,
@@ -398,6 +401,55 @@ def test_a_client_that_times_out_pauses_for_doubling_numbers_of_rounds() -> None
     assert not backoff.list_paused(4)
     never = Backoff(0)
     assert [never.record_timeout(1, t) for t in range(9)] == [0] * 9
+
+
+# -- bounds and faults in one round
+
+
+def test_a_long_update_stays_shortened_where_another_reply_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply on which the server's update fails is the same as a lost one: the bound of another client stays."""
+    limits = {"update_ratio": 3.0, "examples_ratio": 0.0}
+    made = small("fedavg", 5, rounds=2, network={"max_fall": 0.0, "limits": limits})
+    update = FedAvg.server_update
+
+    def fail_on_client_3(self: Any, server: Any, total: Any, view: ServerView) -> Any:
+        if view.round == 1 and any(client.id == 3 for client in view.replied):
+            raise ValueError("it cannot be used")
+        return update(self, server, total, view)
+
+    def make_fault(loses_client_3: bool) -> Fault:
+        def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+            answer = carrier.answered(message)
+            if t == 2 and client == 1:
+                # an update twenty times as long
+                down, up = tree.decode(message.payload), tree.decode(answer.payload)
+                long = {name: down[name] + 20 * (up[name] - down[name]) for name in up}
+                return [replace_fields(answer, payload=tree.encode(long))]
+            return [lost_reply(message)] if loses_client_3 and (t, client) == (2, 3) else [answer]
+
+        return fault_on_orders(act)
+
+    _, expected = run_whole(made, tmp_path / "lost", make_fault(loses_client_3=True))
+    monkeypatch.setattr(FedAvg, "server_update", fail_on_client_3)
+    _, actual = run_whole(made, tmp_path / "fails", make_fault(loses_client_3=False))
+    assert lost(actual) == lost(expected) == [set(), {3}]
+    assert actual.rounds[2].server_metrics["shortened"].keys() == {"1"}
+    assert tree.equal(actual.run.state.server, expected.run.state.server)
+
+
+def test_a_paused_client_is_asked_where_the_others_are_away(tmp_path: Path) -> None:
+    made = small("scaffold", 2, rounds=4, network={"deadline": 100.0, "grace": 0.0, "wait": 5.0})
+
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        answer = carrier.answered(message)
+        if (t, client) == (2, 0):
+            carrier.away.add(100)
+        return [] if client == 1 and t in (1, 2) else [answer]
+
+    _, result = run_whole(made, tmp_path, fault_on_orders(act))
+    assert lost(result) == [{1}, {1}, {0}, {0}]
 
 
 # -- going back

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import logging
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -107,13 +108,15 @@ def keys(
 def _make(folder: Path, client_count: int, hosts: Sequence[str], days: int) -> None:
     make_keys(folder, client_count, hosts, days)
     say(f"{folder / 'ca.key'}: stays with you; it enters clients and renews the server's certificate")
-    say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
+    say(
+        f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {shlex.quote(str(folder / 'server'))})"
+    )
     say(
         f"the authority's fingerprint, for every client to compare: {_authority(folder / 'server' / 'ca.crt')}"
     )
     if not client_count:
         say(f"a client makes its key by `fedlowrank keys client-N --request N` and sends {REQUEST_FILE}; enter it by "
-            f"`fedlowrank keys {folder} --accept {REQUEST_FILE}`")  # fmt: skip
+            f"`fedlowrank keys {shlex.quote(str(folder))} --accept {REQUEST_FILE}`")  # fmt: skip
         return
     say(f"{folder / 'client-0'} ... client-{client_count - 1}: give each to its client alone")
     say(
@@ -129,7 +132,7 @@ def _request(folder: Path, client_id: int, asks_passphrase: bool) -> None:
     say(f"{folder / REQUEST_FILE}: send it to the operator of the server, by any way")
     say(f"read your key's fingerprint aloud to the operator: {path_of_request.fingerprint}")
     say(f"then put what the operator gives you ({', '.join(PUBLIC_FILES)}) into {folder}, and compare the authority's "
-        f"fingerprint aloud: `fedlowrank keys {folder} --roster`")  # fmt: skip
+        f"fingerprint aloud: `fedlowrank keys {shlex.quote(str(folder))} --roster`")  # fmt: skip
 
 
 def _accept(folder: Path, path: Path, days: int, expected_fingerprint: str) -> None:
@@ -139,7 +142,7 @@ def _accept(folder: Path, path: Path, days: int, expected_fingerprint: str) -> N
     )
     if not expected_fingerprint:
         say(f"let client {request.client} read its fingerprint aloud. If it differs: "
-            f"`fedlowrank keys {folder} --revoke {request.client}`")  # fmt: skip
+            f"`fedlowrank keys {shlex.quote(str(folder))} --revoke {request.client}`")  # fmt: skip
     say(
         f"{certificate}: give these files to client {request.client}; they are public, and belong beside its client.key"
     )

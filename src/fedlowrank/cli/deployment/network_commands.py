@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -30,7 +31,7 @@ from ...network.deploy.flower_app import CLIENT_REF, SERVER_REF, write_app, writ
 from ...network.deploy.flower_process import ProcessError
 from ...network.deploy.forget import forget as remove_client_data
 from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
-from ...network.deploy.server_processes import SuperLink, SuperNode
+from ...network.deploy.server_processes import RunStatus, SuperLink, SuperNode
 from ...network.deploy.supervise import supervise
 from ...network.enrollment.key_request import PASSPHRASE_VARIABLE
 from ...network.enrollment.roster import ROSTER_FILE, KeyRoster
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 RESTARTS = 3
 """Number of times that a SuperLink that died is started again."""
+STATUS_FAILURES = 10
+"""Number of requests for the state of a run that may fail in a row; they are a minute apart."""
 GRACE = 20
 """Seconds that a client's last reply may take to be sent."""
 
@@ -158,7 +161,7 @@ def serve(
             "insecure: anyone who reaches this port can join, read all that is sent, and give orders to clients"
         )
     link = SuperLink(server_folder, tls_keys, host=host, port=port, variables=variables)
-    with _interrupted_once(), link, refusing_expired(keys):
+    with interrupted_once(), link, refusing_expired(keys):
         # only once this process is the only one in its home folder
         log.unlink(missing_ok=True)
         write_json(server_folder / "experiment.json", experiment.to_dict())
@@ -167,7 +170,9 @@ def serve(
             nodes = {str(link.register(key)): client for client, key in sorted(tls_keys.clients.items())}
             _unregister_revoked(link)
             write_json(server_folder / "nodes.json", nodes)
-        logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
+        logger.info(
+            f"clients join by: fedlowrank join {shlex.quote(str(file))} --client N --server HOST:{link.port}"
+        )
         _see_through(link, server_folder / "app", log, out)
     return show_run(out)
 
@@ -194,7 +199,7 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
 def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
     """Submit the run and watch it; submit it again to continue if the SuperLink dies."""
     run, follower = link.submit(app), _Follower(log)
-    last_check, death_count = time.monotonic(), 0
+    last_check, death_count, failure_count = time.monotonic(), 0, 0
     while True:
         time.sleep(0.2)
         end_message = follower.news()
@@ -222,7 +227,19 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
         # a status request takes a second of work, so it is made only if the run seems over, or once a minute
         if end_message is not None or time.monotonic() - last_check > 60:
             last_check = time.monotonic()
-            status = link.status(run)
+            try:
+                status = link.status(run)
+            except ProcessError as error:
+                failure_count += 1
+                if failure_count >= STATUS_FAILURES and end_message is None:
+                    raise ProcessError(
+                        f"the state of the run is not known: {failure_count} requests failed in a row, the last one with: "
+                        f"{error}. Go on with the run by --resume; details: {link.log}"
+                    ) from error
+                logger.warning("the state of the run is not known: %s; it is asked again", error)
+                status = RunStatus("unknown", "")
+            else:
+                failure_count = 0
             # lines that arrived while Flower answered
             end_message = end_message or follower.news()
             if status.is_completed or end_message == "finished":
@@ -405,7 +422,8 @@ def _prepare_client(
         for note in shares.notes:
             logger.info("client %d: %s", client_id, note)
         if is_readable_by_others(data):
-            logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
+            command = f"chmod -R go-rwx {shlex.quote(str(data))}"
+            logger.info(f"other users of this machine may be able to read {data}: {command}")
         if experiment.run.privacy.kind != "none":
             sketch = sketch_files([data])
     if site_policy is not None:
@@ -450,7 +468,7 @@ def _work(node: SuperNode, folder: Path, stay: bool) -> None:
     thread_args = folder.absolute(), _models(folder), node, stop, stay, refusals
     threading.Thread(target=_until_done, args=thread_args, daemon=True).start()
     try:
-        with _interrupted_once():
+        with interrupted_once():
             supervise(node, stop)
     finally:
         stop.set()
@@ -485,17 +503,20 @@ def _refuse_keys_of_another(keys: Path, client_id: int) -> None:
     if match and int(match[1]) != client_id:
         raise ConfigError(
             f"--client {client_id}, but {keys} holds the keys of client {match[1]}. Pass --client {match[1]}, or "
-            f"--keys {keys.parent / f'client-{client_id}'}."
+            f"--keys {shlex.quote(str(keys.parent / f'client-{client_id}'))}."
         )
 
 
 @contextlib.contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """Make SIGINT or SIGTERM end the block as Ctrl-C does; a second signal does not stop the cleanup.
+def interrupted_once() -> Iterator[None]:
+    """Make SIGINT, SIGTERM or a closed terminal end the block as Ctrl-C does; a second signal does not stop the cleanup.
 
     Otherwise processes that the block has started would keep running.
     """
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    # not every platform has it, and nohup ignores it so that the command outlives the terminal
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -601,5 +622,5 @@ def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> 
         "folder": f"runs/{experiment.name}/{experiment.method}-s{experiment.run.seed}",
     }
     write_app(out, "fedlowrank", SERVER_REF, CLIENT_REF, settings)
-    say(f"Flower app: {out}. Run it by `flwr run {out} CONNECTION`.")
+    say(f"Flower app: {out}. Run it by `flwr run {shlex.quote(str(out))} CONNECTION`.")
     return 0

@@ -20,7 +20,7 @@ from ...network.deploy.keys import make_keys
 from ...network.operation.client_count import count_clients
 from ..one_run import show_run
 from ..terminal import OUT, say
-from .network_commands import read_experiment
+from .network_commands import interrupted_once, read_experiment
 from .status import clients_table
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         ]  # fmt: skip
         run = base / "run"
         say(f"a server and {count} sites in {base}; Ctrl-C ends all of them")
-        with run_processes([[*server, "-o", str(run)], *sites]) as processes:
+        with interrupted_once(), run_processes([[*server, "-o", str(run)], *sites]) as processes:
             exit_code = processes[0].wait()
             deadline = time.monotonic() + PATIENCE
             for site in processes[1:] if exit_code == 0 else ():

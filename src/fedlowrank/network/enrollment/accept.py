@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from ...core.errors import ConfigError
@@ -53,7 +54,7 @@ def accept_request(
     if public_path.exists() and strip_key_comment(public_path.read_text()) != request.key:
         raise ConfigError(
             f"client {request.client} has another key, {public_path}. If it is to get this one instead, revoke that: "
-            f"`fedlowrank keys {folder} --revoke {request.client}`"
+            f"`fedlowrank keys {shlex.quote(str(folder))} --revoke {request.client}`"
         )
     for key_path in server_folder.glob("revoked/*.pub"):
         if strip_key_comment(key_path.read_text()) == request.key:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import secrets
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,8 @@ def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int
     if folder.with_name(f"{folder.name}.clients").exists():
         return True
     logger.info(
-        "start its server again to go on: fedlowrank serve FILE.toml --resume -o %s, with its keys", folder
+        "start its server again to go on: fedlowrank serve FILE.toml --resume -o %s, with its keys",
+        shlex.quote(str(folder)),
     )
     return False
 
@@ -158,7 +160,14 @@ def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> 
 
 def _restore_checkpoint(folder: Path, round: int) -> None:
     """Put the checkpoint of a run back to an earlier round, with its records and status."""
-    is_last = checkpoint.rounds_kept(folder / "checkpoint")[-1] == round
+    # only this command needs it, and it takes long to import
+    from ...rounds.logs.loggers import forget_targets
+
+    checkpoints = checkpoint.rounds_kept(folder / "checkpoint")
+    is_last = checkpoints[-1] == round
+    if round in checkpoints and not is_last:
+        # before the checkpoint: a run with new targets may also continue from where it was
+        forget_targets(folder)
     checkpoint.go_back(folder / "checkpoint", round)
     run_folder = RunFolder(folder, {}, [])
     run_folder.remove_later_best(round)

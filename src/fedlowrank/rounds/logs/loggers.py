@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...core.errors import CheckpointError, ConfigError
+from ...core.io.atomic_files import as_checkpoint_error
 from ...results.records import RoundRecord
 from ...results.scalars import list_scalars
 from ...storage.digest import read_sealed, write_sealed
@@ -31,6 +32,8 @@ MODULES = {
 
 IDENTIFIERS = "logging.json"
 """File in a run folder with the identifiers by which Weights & Biases and MLflow know the run."""
+
+logger = logging.getLogger(__name__)
 
 
 def import_logger(name: str) -> Any:
@@ -80,6 +83,27 @@ def make_loggers(
         clients: contents of ``clients.json``.
     """
     return [LOGGERS[name](folder, config, clients) for name in dict.fromkeys(names)]
+
+
+def forget_targets(folder: Path) -> None:
+    """Make a run log to new targets from now on, because it repeats rounds that its old targets hold.
+
+    Weights & Biases and MLflow keep every number that was logged. TensorBoard's files are written anew in any case.
+
+    Args:
+        folder: folder of the run.
+
+    Raises:
+        CheckpointError: if the file of the identifiers cannot be removed.
+    """
+    path = folder / IDENTIFIERS
+    if path.exists():
+        with as_checkpoint_error(f"cannot remove {path}"):
+            path.unlink()
+        logger.info(
+            "a run of Weights & Biases or MLflow keeps the rounds that are repeated: from now on, a new one is written, "
+            "with the earlier rounds"
+        )
 
 
 def summary_writer(folder: Path, **options: Any) -> Any:

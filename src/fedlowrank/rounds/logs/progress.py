@@ -20,6 +20,7 @@ from rich.progress import (
 
 from ...results.client_numbers import LOSS
 from ...results.records import RoundRecord
+from ...results.varied_settings import name_varied
 from .console import console
 
 CONSOLE = console(stderr=True)
@@ -34,11 +35,12 @@ def run_label(config: Mapping[str, Any]) -> str:
     Args:
         config: contents of ``run.json``.
     """
-    varied = {field.rpartition(".")[2]: value for field, value in (config.get("vary") or {}).items()}
+    vary = config.get("vary") or {}
+    names = name_varied([*vary], config["method"].get("name", ""))
     parts = [
         config["method"]["title"],
         f"seed {config['run']['seed']}",
-        *(f"{k} {v}" for k, v in varied.items()),
+        *(f"{name} {value}" for name, value in zip(names, vary.values(), strict=True)),
     ]
     return ", ".join(parts)
 

@@ -97,8 +97,11 @@ def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | No
 
 
 def compute_median_examples(clients: Sequence[ClientInfo]) -> int:
-    """Compute the lower median of the clients' numbers of examples, at least 1."""
-    return max(1, median_low(client.example_count for client in clients))
+    """Compute the lower median of the numbers of examples of the clients that have any; 1 if none has.
+
+    Over a network, a client that has not registered yet has none.
+    """
+    return median_low([client.example_count for client in clients if client.example_count] or [1])
 
 
 def limit_weight(client: ClientInfo, robust: Robust, median_examples: int) -> ClientInfo:

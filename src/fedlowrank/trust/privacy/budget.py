@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +45,8 @@ class Budget:
     Attributes:
         noise: σ, the noise multiplier, the same in all rounds of a run.
         ledger: ledger of the rounds that were charged.
+        branch: number of times that a run went back whose clients add the noise at their sites; None for any other
+            run. Until such a run goes back, a client that gets the order of a round again sends the same update.
 
     Raises:
         ConfigError: if a single round exceeds the budget.
@@ -62,6 +64,7 @@ class Budget:
     ) -> None:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = PrivacyLedger()
+        self.branch: int | None = None
         self._site: SiteLedger | None = None
         # for central privacy: number of rounds in the ledger up to which a further one is known to stay within the budget
         self._room_until = 0
@@ -155,10 +158,17 @@ class Budget:
     def charge(self, round: int, clip: float, client_ids: Iterable[int]) -> None:
         """Charge a round before anything of it is released; see :meth:`PrivacyLedger.charge`.
 
+        With a :attr:`branch`, clients that were charged for the round in this branch are not charged again.
+
         Raises:
             ConfigError: if the round would exceed a central budget; nothing is charged.
         """
         client_ids = list(client_ids)
+        if self.branch is not None:
+            charged_ids = self.ledger.clients_in_branch(round, self.branch)
+            client_ids = [i for i in client_ids if i not in charged_ids]
+            if not client_ids and self.ledger.clients_of(round) is not None:
+                return
         is_repeated = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, client_ids)
         with self.exclusive():
             if not (self.is_local or is_repeated or self._allows_release(round)):
@@ -169,10 +179,18 @@ class Budget:
             if self._site is not None and not is_repeated:
                 # the site's ledger first: a kill in between then leaves too much charged and not too little
                 self._site.charge(round, self.noise, clip, self.sampling, client_ids)
-            self.ledger.charge(round, self.noise, clip, self.sampling, client_ids, seeded=self.seeded)
+            self.ledger.charge(
+                round,
+                self.noise,
+                clip,
+                self.sampling,
+                client_ids,
+                seeded=self.seeded,
+                branch=self.branch or 0,
+            )
 
     def spent(self) -> float:
-        """ε of this run until now: of the models that the server released, or of the client that sent most updates."""
+        """ε of this run until now: of the models that the server released, or of the client that was charged most."""
         kind: Literal["central", "local"] = "local" if self.is_local else "central"
         return self.ledger.spent(kind, self._delta, self.privacy.accountant)
 
@@ -183,7 +201,11 @@ class Budget:
     def allowed(self, client_ids: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""
         # a round that is repeated with the same noise releases nothing new
-        charged_ids = self.ledger.clients_of(round, self.noise) if self.seeded else None
+        charged_ids: Collection[int] | None = (
+            self.ledger.clients_of(round, self.noise) if self.seeded else None
+        )
+        if self.branch is not None:
+            charged_ids = self.ledger.clients_in_branch(round, self.branch)
         if not self.is_local:
             return list(client_ids) if charged_ids is not None or self._allows_release(round) else []
         # clients that sent equally often have the same Σ σ⁻², so there are few different values

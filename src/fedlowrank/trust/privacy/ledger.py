@@ -28,6 +28,7 @@ class Charge:
         sampling: how the clients were drawn.
         clients: identifiers of the clients that were charged, ascending. Central privacy charges the round even if no
             client was drawn.
+        branch: number of times that a run over a network had gone back to an earlier round.
     """
 
     round: int
@@ -35,9 +36,11 @@ class Charge:
     clip: float
     sampling: Sampling
     clients: tuple[int, ...]
+    branch: int = 0
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"round": ">= 0", "noise": "> 0", "clip": "> 0"}, "privacy ledger")
+        bounds = {"round": ">= 0", "noise": "> 0", "clip": "> 0", "branch": ">= 0"}
+        check_bounds(self, bounds, "privacy ledger")
         if list(self.clients) != sorted(set(self.clients)):
             raise ConfigError(
                 f"privacy ledger: round {self.round} names a client twice; name each client once"
@@ -89,6 +92,7 @@ class PrivacyLedger:
         client_ids: Iterable[int],
         *,
         seeded: bool,
+        branch: int = 0,
     ) -> bool:
         """Charge a round; the charge is on disk when this returns.
 
@@ -101,6 +105,7 @@ class PrivacyLedger:
             seeded: whether the noise comes from the seed of the run, so that a round that is repeated after a
                 resume releases the same bytes: a line that the ledger already has is not written again. With noise from
                 the operating system each repetition is a further release.
+            branch: number of times that a run over a network has gone back to an earlier round.
 
         Returns:
             Whether a line was added.
@@ -108,7 +113,7 @@ class PrivacyLedger:
         Raises:
             CheckpointError: if the file cannot be written or another process wrote to it; nothing is charged then.
         """
-        charge = _charge(round, noise, clip, sampling, sorted(client_ids))
+        charge = _charge(round, noise, clip, sampling, sorted(client_ids), branch)
         if seeded and charge in self._known:
             return False
         if self.path is not None:
@@ -149,6 +154,11 @@ class PrivacyLedger:
         """Identifiers of the clients charged for a round, with this noise or any; None if it was not charged."""
         charges = (c for c in self._charges if c.round == round and noise in (None, c.noise))
         return next((c.clients for c in charges), None)
+
+    def clients_in_branch(self, round: int, branch: int) -> set[int]:
+        """Identifiers of the clients charged for a round since the run last went back."""
+        charges = (c for c in self._charges if (c.round, c.branch) == (round, branch))
+        return {client_id for charge in charges for client_id in charge.clients}
 
     @property
     def noise(self) -> float | None:
@@ -243,13 +253,18 @@ def _combine(noises: list[float]) -> float:
     return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
 
 
-def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> Charge:
-    return Charge(int(round), float(noise), float(clip), sampling, tuple(map(int, clients)))
+def _charge(
+    round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int], branch: int = 0
+) -> Charge:
+    return Charge(int(round), float(noise), float(clip), sampling, tuple(map(int, clients)), int(branch))
 
 
 def _encode(charge: Charge) -> bytes:
     sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
     table = asdict(charge) | {"sampling": sampling}
+    if not charge.branch:
+        # the form of most ledgers
+        del table["branch"]
     # without a checksum, a line with a damaged digit would be a different charge
     return json.dumps(table | {"check": zlib.crc32(json.dumps(table).encode())}).encode()
 
