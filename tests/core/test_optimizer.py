@@ -93,6 +93,13 @@ def test_clipping_bounds_the_norm_of_all_gradients_together() -> None:
     assert all(torch.equal(t, torch.zeros(2)) for t in clip([torch.zeros(2)], 1.0))
 
 
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_an_infinite_bound_is_no_clipping(make: type[SGD] | type[AdamW]) -> None:
+    assert make(clip=INF) == make(clip=None)
+    with pytest.raises(ConfigError, match="clip"):
+        make(clip=-INF)
+
+
 # -- schedules -----------------------------------------------------------------------------------------------
 
 
@@ -173,6 +180,7 @@ def test_settings_out_of_range_are_refused(make: Any, bad: dict[str, Any]) -> No
         lambda: AdamW(beta1=1.0),
         lambda: AdamW(beta2=-0.1),
         lambda: AdamW(eps=0.0),
+        lambda: AdamW(eps=INF),
         lambda: Schedule(factor=0.0),
         lambda: Schedule(factor=NAN),
         lambda: Schedule(every=0),

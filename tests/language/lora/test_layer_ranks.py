@@ -136,7 +136,9 @@ def test_dropout_beside_a_frozen_update_is_refused(
         if dropout == 0:
             run_rounds(tables)
             continue
-        with pytest.raises(TaskError, match=r"lora_dropout = 0\.4 would drop inputs of the frozen update, too"):
+        with pytest.raises(
+            TaskError, match=r"lora_dropout = 0\.4 would drop inputs of the frozen update, too"
+        ):
             run_rounds(tables, 0)
     if method != "fedhl":
         # merged, with the evaluation of the server's model
