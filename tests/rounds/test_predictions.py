@@ -232,3 +232,18 @@ def test_a_client_is_a_whole_number_of_any_kind_or_a_name() -> None:
             result.predict(given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no client 9"):
         result.predict(9)
+
+
+def test_numbers_beyond_an_embedding_are_refused_and_the_module_keeps_its_mode() -> None:
+    module = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
+    g = torch.Generator().manual_seed(5)
+    data = [(torch.randint(5, (8, 2), generator=g), torch.arange(8) % 2) for _ in range(2)]
+    result = simulate("fedavg", Federation.from_arrays(data, module), rounds=1)
+    module.train()
+    assert result.predict(0, torch.tensor([[4, 0]])).shape == (1, 2)
+    assert module.training
+    with pytest.raises(
+        DataError, match=r"client 0.*cannot score these inputs: index out of range.*from 0 to n - 1"
+    ):
+        result.predict(0, torch.tensor([[5, 0]]))
+    assert module.training

@@ -346,7 +346,8 @@ def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30)
     threads, times = torch.get_num_threads(), {name: [0.0] * repeats for name in modules}
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode():
+        # a forward may compute gradients itself, which inference mode does not allow
+        with torch.no_grad():
             for i, (name, module) in itertools.product(range(-2, repeats), modules.items()):
                 start = time.process_time()
                 module(**x) if isinstance(x, dict) else module(x)

@@ -245,7 +245,7 @@ def _resume(
     if (folder / ACCOUNT).exists() and experiment.run.engine != "flower":
         raise CheckpointError(
             f"{folder} was served over a network, so the examples of its clients are not here. Go on with it by "
-            f"fedlowrank serve FILE.toml --out {folder} --resume"
+            f"fedlowrank serve FILE.toml --out {shlex.quote(str(folder))} --resume"
         )
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored_config["vary"])
     return True
@@ -260,7 +260,8 @@ def export(
     infos = run.federation.infos
     if run.federation.companion is not None:
         raise ConfigError(
-            f"{folder} is a run of a language model, whose models are written by fedlowrank adapters {folder}"
+            f"{folder} is a run of a language model, whose models are written by fedlowrank adapters "
+            f"{shlex.quote(str(folder))}"
         )
     info = infos[0] if client is None else find_typed_client(infos, client)
     gain = write(run, info.id, series, layout, out)

@@ -125,7 +125,9 @@ class FedHL(Method[ServerState, Params, Download, Message]):
 
     def remarks(self, task: Task) -> list[str]:
         """Warn of ranks that are lowered, and of weights that ignore unequal example counts."""
-        remarks, sizes = describe_ranks(self, task), [c.example_count for c in task.clients]
+        remarks = describe_ranks(self, task)
+        # over a network, a client that has not registered yet has no known number
+        sizes = [c.example_count for c in task.clients if c.example_count] or [1]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
             size_range = f"{min(sizes):,} to {max(sizes):,}"
             remarks.append(

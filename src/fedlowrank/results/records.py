@@ -141,10 +141,9 @@ class RoundRecord:
     def validation(self) -> float | None:
         """Mean validation accuracy of the headline, or minus its loss without an accuracy; None if it was not evaluated.
 
-        There is no accuracy in a regression, and of language models that predict tokens, of preference pairs and of
-        embeddings.
-        The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
-        these clients is not finite.
+        There is no accuracy in a regression, and of language models that predict tokens, of preference pairs, of
+        embeddings, and of scores that only a loss of the user's own understands. The mean is over the clients that can
+        train and are not hostile. It is minus infinity if the loss of one of these clients is not finite.
         """
         accuracy, loss = self.mean(split="val"), self.mean(LOSS, split="val")
         # a model that diverged still has an accuracy, that of wrong answers

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -104,7 +105,7 @@ class RunFolder:
         """The error for a folder that exists where a run is to begin."""
         has_checkpoint = RunFolder.has_begun(path)
         resume = (
-            f"Go on with it by `fedlowrank resume {path}`,"
+            f"Go on with it by `fedlowrank resume {shlex.quote(str(path))}`,"
             if has_checkpoint
             else "It holds no run to go on with:"
         )

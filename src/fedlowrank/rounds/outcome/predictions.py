@@ -206,13 +206,23 @@ def _scores(run: Run, client_id: int, examples: Examples, series: str | None) ->
             "language models have a score for each token and not for each example, so there are no "
             "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
         )
-    model = run.local_model(run.federation.infos[client_id])
-    with torch.inference_mode(), model.fixed_generators(examples.y.device):
-        predict = _predictor(run, model, series)
-        if not len(examples):
-            # any example shows the form of the scores
-            return predict(model.model.example)[:0].cpu().clone()
-        return score_sets(predict, make_pool(model.model, [examples], run.federation.loss)).cpu().clone()
+    info = run.federation.infos[client_id]
+    # the user's module keeps its mode, also if the models are computed here
+    with run.federation.architectures[info.architecture].restored_modes():
+        model = run.local_model(info)
+        with torch.inference_mode(), model.fixed_generators(examples.y.device):
+            predict = _predictor(run, model, series)
+            if not len(examples):
+                # any example shows the form of the scores
+                return predict(model.model.example)[:0].cpu().clone()
+            pool = make_pool(model.model, [examples], run.federation.loss)
+            try:
+                return score_sets(predict, pool).cpu().clone()
+            except IndexError as error:
+                raise DataError(
+                    f"{info.title}: its model cannot score these inputs: {error}. An nn.Embedding(n, ...) has the numbers from 0 "
+                    "to n - 1"
+                ) from error
 
 
 def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
