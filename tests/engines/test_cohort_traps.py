@@ -244,8 +244,9 @@ def test_an_infinity_is_equal_to_itself(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_token_that_the_model_does_not_know_is_an_error() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3))
     data = [(torch.randint(7, (20, 2)), torch.randint(3, (20,))) for _ in range(6)]
-    data[2][0][:] = 7
     federation = Federation.from_arrays(data, model, val=0.0, test=0.0)
+    # a federation of such data is refused
+    federation.clients[2].train.inputs.fill_(7)
     run = Run(FedAvg(batch_size=10), federation, RunSettings(rounds=1), ENGINES["vectorized"]())
     with pytest.raises(IndexError):
         run.step()

@@ -154,9 +154,8 @@ def test_a_closed_terminal_ends_a_command_and_what_it_started(is_ignored: bool) 
     code = """
         import signal, sys, time
         from fedlowrank.cli.deployment.network_commands import interrupted_once
-        if sys.argv[1] == "True":
-            # as nohup does
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # nohup ignores the signal, and whoever runs these tests may have been started by it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "True" else signal.SIG_DFL)
         try:
             with interrupted_once():
                 print("ready", flush=True)
@@ -179,9 +178,10 @@ def test_a_closed_terminal_ends_the_processes_of_a_trial(tmp_path: Path) -> None
     stand_in.write_text(f"#!/bin/sh\necho started >> {tmp_path / 'log'}\nexec sleep 50\n")
     stand_in.chmod(0o755)
     code = """
-        import sys
+        import signal, sys
         from pathlib import Path
         from fedlowrank.cli.deployment import poc
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.executable = sys.argv[1]
         poc.poc(None, 2, Path(sys.argv[2]))
     """
