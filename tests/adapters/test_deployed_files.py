@@ -201,7 +201,9 @@ class Logged(nn.Module):
         self.log, self.name, self.turns = log, name, turns
 
     def forward(self, x: Tensor) -> Tensor:
-        assert torch.is_inference_mode_enabled()
+        # not in inference mode, in which no forward can differentiate
+        assert not torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
         assert torch.get_num_threads() == 1
         self.log.append(self.name)
         for _ in range(self.turns):
