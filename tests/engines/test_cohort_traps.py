@@ -260,3 +260,42 @@ def test_why_clients_go_one_by_one_is_said(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO):
         compare(Own(code=clips, batch_size=10), federation, rounds=2)
     assert "20 clients give 20 answers to its control flow" in caplog.text
+
+
+class MeanOfTokens(nn.Module):
+    """Scores of the mean embedding of the tokens that a mask marks, wherever they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        marked = self.table(input_ids) * attention_mask[..., None]
+        scores: Tensor = self.head(marked.sum(1) / attention_mask.sum(1, keepdim=True))
+        return scores
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_tokens_may_be_padded_on_the_left_and_between(engine: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, lengths = (
+        torch.randint(1, 20, (3, 12, 24), generator=generator),
+        torch.randint(2, 12, (3, 12), generator=generator),
+    )
+    labels, places = torch.arange(12) % 3, torch.arange(24)
+
+    def train(move: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        masks = (places < lengths[..., None]).long()
+        clients = [
+            ({"input_ids": move(t), "attention_mask": move(m)}, labels)
+            for t, m in zip(tokens, masks, strict=True)
+        ]
+        federation = Federation.from_arrays(clients, MeanOfTokens, seed=0)
+        run = Run(FedAvg(batch_size=4), federation, RunSettings(rounds=1), ENGINES[engine]())
+        run.step()
+        return run.state.server  # type: ignore[no-any-return]
+
+    expected = train(lambda t: t)
+    for move in (lambda t: t.flip(1), lambda t: t[:, torch.cat([places[::2], places[1::2]]).argsort()]):
+        for name, value in train(move).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)

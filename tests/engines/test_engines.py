@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES, Sequential
 from fedlowrank.methods import METHODS
+from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
@@ -799,6 +801,24 @@ def test_a_nan_can_be_dropped(engine: str) -> None:
     assert all(torch.isfinite(p).all() for p in run.state.server.values())
     one = len(tree.encode(run.state.server))
     assert (record.bytes_down, record.bytes_up) == (5 * one, 4 * one)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_the_work_of_a_client_until_its_nan_is_counted(engine: str) -> None:
+    """Of its first pass, which meets the NaN, and of no later one."""
+    method = Ditto(batch_size=8)
+    record, healthy_record = (
+        Run(method, on, RunSettings(rounds=1, on_nan="drop"), ENGINES[engine]()).step()
+        for on in (poisoned(), small_federation(False))
+    )
+    assert list(record.lost) == ["1"]
+    pass_steps = math.ceil(len(poisoned().clients[1].train) / 8)
+    assert record.steps == healthy_record.steps - pass_steps
+    share = 1 - len(poisoned().clients[1].train) / (
+        2 * sum(len(client.train) for client in poisoned().clients)
+    )
+    # both passes of all clients cost the same for each example
+    assert record.flops == pytest.approx(share * healthy_record.flops, rel=1e-9)
 
 
 # Messages and their loss

@@ -217,6 +217,11 @@ class Engine(ABC):
         )
 
 
+def diverged_result(error: NonFiniteError, meter: Meter) -> ClientResult:
+    """The result of a client whose training met a NaN or an infinity, with the cost of its work until then."""
+    return ClientResult(None, None, dataclasses.replace(meter, losses={}), error)
+
+
 def finite_losses(meter: Meter) -> Meter:
     """Remove the losses of passes that met a NaN or an infinity from a meter."""
     losses = {name: loss for name, loss in meter.losses.items() if math.isfinite(loss)}

@@ -32,7 +32,7 @@ from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .engine import ClientJob, ClientResult, Engine, trains_by_user_code
+from .engine import ClientJob, ClientResult, Engine, diverged_result, trains_by_user_code
 from .jobs import LazyJobs
 from .sequential import Sequential
 
@@ -350,7 +350,7 @@ def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
     """Decode the answer of :func:`train_client`."""
     meter = Meter(header["steps"], header["flops"], header["losses"])
     if header["error"] is not None:
-        return ClientResult(None, None, Meter(), NonFiniteError(*header["error"]))
+        return diverged_result(NonFiniteError(*header["error"]), meter)
     return ClientResult(tree.decode(payloads[0]), tree.decode(payloads[1]), meter)
 
 

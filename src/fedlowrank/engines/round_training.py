@@ -10,17 +10,16 @@ from typing import Any
 from ..core import tree
 from ..core.contract import AnyMethod, ClientView, Task
 from ..core.contract.hook_results import check_pair
-from ..core.contract.training_request import Trainer
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.client_tensors.control_flow import refuse_numbers, split_clients, stack_clients
 from ..training.cohorts.closeness import is_close
-from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer
+from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer, ReplayTrainer
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import CohortInfo, CohortKey
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
-from ..training.trainer import LocalTrainer, Meter
-from .engine import ClientJob, ClientResult, Engine, finite_losses
+from ..training.trainer import LocalTrainer
+from .engine import ClientJob, ClientResult, Engine, diverged_result, finite_losses
 
 PlacedResult = tuple[int, ClientResult]
 """Index of a client among the jobs, with the client's result."""
@@ -101,19 +100,20 @@ class RoundTraining:
             results[k] = members[k].index, dataclasses.replace(result, cohort=cohort, position=k)
         return results
 
-    def train_one(self, member: CohortMember, trainer: Trainer | None = None) -> PlacedResult:
+    def train_one(self, member: CohortMember, trainer: ReplayTrainer | None = None) -> PlacedResult:
         """Train one client with plain tensors, as the sequential engine does.
 
         Args:
             member: client to train.
             trainer: trainer of the client; None for its own trainer, which has computed nothing yet.
         """
+        own_trainer = trainer or member.local
         try:
             state, upload = self.engine.local_update(
-                self.method, self.federation, self.task, self.round, member.job, trainer or member.local
+                self.method, self.federation, self.task, self.round, member.job, own_trainer
             )
         except NonFiniteError as error:
-            return member.index, ClientResult(None, None, Meter(), error)
+            return member.index, diverged_result(error, own_trainer.meter)
         return member.index, ClientResult(state, upload, finite_losses(member.local.meter))
 
     def train_each(self, members: Sequence[CohortMember]) -> list[PlacedResult]:

@@ -10,8 +10,7 @@ from ..core import tree
 from ..core.contract import AnyMethod, Task
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
-from ..training.trainer import Meter
-from .engine import ClientJob, ClientResult, Engine, finite_losses
+from .engine import ClientJob, ClientResult, Engine, diverged_result, finite_losses
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Sequential(Engine):
             try:
                 state, upload = self.local_update(method, federation, task, round, job, trainer)
             except NonFiniteError as error:
-                yield ClientResult(None, None, Meter(), error)
+                yield diverged_result(error, trainer.meter)
                 continue
             yield ClientResult(state, upload, finite_losses(trainer.meter))
 

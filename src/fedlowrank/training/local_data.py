@@ -19,7 +19,6 @@ from ..core.learning.losses import AUTO, Loss
 from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
 from ..data.text.batches import (
-    WIDTH_MULTIPLE,
     draw_length_buckets,
     measure_lengths,
     round_up_width,
@@ -225,10 +224,8 @@ class LocalData:
 
     def size(self, index: Tensor) -> BatchSize:
         """The size of the batch of these examples."""
-        if self.lengths is None:
-            return (index.numel(),)
-        longest = max(1, int(self.lengths.numpy()[index.numpy()].max()))
-        return len(index), min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, _width(self.examples) or 0)
+        columns = self._columns(index.numpy())
+        return (index.numel(),) if columns is None else (len(index), min(columns, _width(self.examples) or 0))
 
     def _generator(self, purpose: str, name: str) -> torch.Generator:
         return (self.key / purpose / list(self.passes).index(name)).generator()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -30,7 +31,7 @@ from ..client_tensors.control_flow import (
     stack_numbers,
     unwrap_client_tensor,
 )
-from ..trainer import LocalTrainer, check_finite
+from ..trainer import LocalTrainer, Meter, check_finite
 from .closeness import full_precision, is_close
 from .cohort_batches import BufferPool
 from .cohort_statistics import sum_over_cohort
@@ -80,6 +81,21 @@ class TrainerAnswer:
     kept: OptimizerState | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """How the training of a client of a cohort met a NaN or an infinity, while that of the others goes on.
+
+    Attributes:
+        answer_count: number of answers before it.
+        error: the error.
+        meter: cost of the client's work until then, that of the pass included.
+    """
+
+    answer_count: int
+    error: NonFiniteError
+    meter: Meter
+
+
 class PassAskedError(BaseException):
     """A cohort requests a pass that is trained together with those of other cohorts.
 
@@ -103,8 +119,7 @@ class CohortTrainer:
         client_trainers: trainer of each client, with its data and its meter.
         memory: objects that the engine keeps from round to round.
         answers: answers of an earlier call for these clients.
-        errors: error of each client whose training produced a NaN in an earlier call, with the number of answers
-            before it.
+        errors: divergence of each client whose training produced a NaN in an earlier call.
         joins: whether a pass with padded dimensions raises :class:`PassAskedError` and is not trained.
 
     Attributes:
@@ -118,7 +133,7 @@ class CohortTrainer:
         client_trainers: Sequence[LocalTrainer],
         memory: CohortMemory,
         answers: Sequence[TrainerAnswer] = (),
-        errors: dict[int, tuple[int, NonFiniteError]] | None = None,
+        errors: dict[int, Divergence] | None = None,
         joins: bool = False,
     ) -> None:
         self.client_trainers, self._memory, self._joins = list(client_trainers), memory, joins
@@ -372,7 +387,7 @@ class CohortTrainer:
             try:
                 check_finite(local.data.info, local.round, name, row[:steps], client_end)
             except NonFiniteError as error:
-                self.errors.setdefault(k, (len(self.answers), error))
+                self.errors.setdefault(k, Divergence(len(self.answers), error, copy.deepcopy(local.meter)))
 
     def _count_passes(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
         """Count the steps and the operations of each client's pass.
@@ -410,7 +425,7 @@ class CohortTrainer:
                     else tree.canonical(single_request.start)
                 )
             except NonFiniteError as error:
-                self.errors[k] = len(self.answers), error
+                self.errors[k] = Divergence(len(self.answers), error, copy.deepcopy(local.meter))
                 # the function's results for this client are not used from here on
                 ends.append(tree.canonical(single_request.start))
             kept_states.append(None if single_request.kept is None else single_request.kept.state)
@@ -425,18 +440,22 @@ class ReplayTrainer:
     Args:
         local: trainer of this client alone.
         answers: slices of the cohort's answers for this client.
-        error: number of answers before the client's training produced a NaN, and the error; None if there was no
-            NaN.
+        error: divergence of the client's training; None if there was no NaN.
     """
 
     def __init__(
         self,
         local: LocalTrainer,
         answers: Sequence[TrainerAnswer],
-        error: tuple[int, NonFiniteError] | None = None,
+        error: Divergence | None = None,
     ) -> None:
         self._local, self._answers, self._error = local, answers, error
         self._calls = 0
+
+    @property
+    def meter(self) -> Meter:
+        """The cost of the client's work, up to the NaN if there was one."""
+        return self._local.meter if self._error is None else self._error.meter
 
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
@@ -460,8 +479,8 @@ class ReplayTrainer:
     def _next(self) -> TrainerAnswer | None:
         index = self._calls
         self._calls += 1
-        if self._error is not None and index >= self._error[0]:
-            raise self._error[1]
+        if self._error is not None and index >= self._error.answer_count:
+            raise self._error.error
         return self._answers[index] if index < len(self._answers) else None
 
 

@@ -120,9 +120,10 @@ def _train_as_one(
     answer = joint_trainer.train_batched(joint_request, [requests[members[k][0]] for k in order])
     if answer is None:
         return None
-    for k, (_, error) in joint_trainer.errors.items():
+    for k, divergence in joint_trainer.errors.items():
         c, position = members[order[k]]
-        trainers[c].errors.setdefault(position, (len(trainers[c].answers), error))
+        own_divergence = dataclasses.replace(divergence, answer_count=len(trainers[c].answers))
+        trainers[c].errors.setdefault(position, own_divergence)
     inverse_order = torch.tensor(order).argsort()
     rows = [unwrap_client_tensor(t)[inverse_order.to(t.device)] for t in tree.tensors(answer.value)]
     answers, offset = [], 0
