@@ -114,7 +114,9 @@ def test_the_smallest_noise_is_that_of_the_setting() -> None:
     """Of local noise half is accounted for, and messages named the half."""
     for kind, smallest in (("local", 2e-6), ("central", 1e-6)):
         Privacy(kind, noise=smallest, delta=1e-3)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=f"noise must be >= {smallest:g} and .*; it is {0.9 * smallest:g}"):
+        with pytest.raises(
+            ConfigError, match=f"noise must be >= {smallest:g} and .*; it is {0.9 * smallest:g}"
+        ):
             Privacy(kind, noise=0.9 * smallest, delta=1e-3)  # type: ignore[arg-type]
     run_of(FedAvg(batch_size=8), privacy=Privacy("local", noise=2e-6, delta=1e-3), clipping=Clipping(1.0))
 

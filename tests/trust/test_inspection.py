@@ -544,3 +544,57 @@ def _upload_of(run: Run) -> Any:
     jobs = [ClientJob(run.state_of(info), run.method.download(run.state.server, info), info)]
     (result,) = run.engine.run(run.method, run.federation, run.task, 0, jobs)
     return result.upload
+
+
+@pytest.mark.parametrize("name", ["flora", "fedkd", "fedavg"])
+@pytest.mark.parametrize(("kind", "strength", "factor"), [("sign_flip", 3.0, -3.0), ("scaled", 10.0, 10.0)])
+def test_an_attack_multiplies_products_and_not_each_of_their_factors(
+    name: str, kind: Any, strength: float, factor: float
+) -> None:
+    """Of a product that is itself the update, -B times -A would be the honest one."""
+
+    def model_after(steps: int, **settings: Any) -> np.ndarray:
+        run = run_of(METHODS[name](batch_size=8, optimizer=SGD(lr=0.1)), **settings)
+        for _ in range(steps):
+            run.step()
+        if name == "fedkd":
+            return vector(run.state.server.mentee)
+        return vector(run.local_model(run.federation.infos[0]).server or run.state.server)
+
+    start, honest, attacked = (
+        model_after(0),
+        model_after(1),
+        model_after(1, attack=Attack(kind, 1.0, strength)),
+    )
+    np.testing.assert_allclose(attacked - start, factor * (honest - start), rtol=1e-5, atol=1e-6)
+
+
+def test_attacks_by_the_mean_need_updates_that_have_one() -> None:
+    for kind in ("alie", "inner_product"):
+        with pytest.raises(
+            ConfigError, match=f"attack.kind = '{kind}' needs the mean of honest updates, and FLoRA"
+        ):
+            run_of(METHODS["flora"](), attack=Attack(kind, 0.3))  # type: ignore[arg-type]
+
+
+def test_weights_of_the_geometric_median_are_those_of_the_method() -> None:
+    """A method that weighs all clients alike does so by examples, too."""
+    for method in (dataclasses.replace(METHOD, weighting="uniform"), METHODS["scaffold"](batch_size=8)):
+        first, second = (
+            run_of(method, robust=Robust("geometric_median", weights=weights))
+            for weights in ("equal", "examples")
+        )
+        records = [first.step(), second.step()]
+        np.testing.assert_allclose(vector(first.state.server), vector(second.state.server), rtol=0, atol=1e-9)
+        assert records[0].server_metrics["weight"] == records[1].server_metrics["weight"]
+
+
+def test_recorded_weights_of_multi_krum_are_those_that_were_used(updates: np.ndarray) -> None:
+    run = run_of(robust=Robust("multi_krum", 0.2, weights="examples"))
+    start = vector(run.state.server)
+    weights = run.step().server_metrics["weight"]
+    selected = np.array([weights[str(i)] > 0 for i in range(7)])
+    expected = selected * WEIGHTS / (selected * WEIGHTS).sum()
+    assert selected.sum() == 5
+    np.testing.assert_allclose([weights[str(i)] for i in range(7)], expected, rtol=1e-5)
+    np.testing.assert_allclose(vector(run.state.server) - start, expected @ updates, rtol=0, atol=1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,18 @@ from ..trust.updates import (
     compute_update,
     compute_update_parts,
     describe_dense_update,
+    list_fixed_factors,
     replace_update,
     split_products,
 )
-from .round_results import Contribute, RoundResults
+from .round_results import Contribute, RefusedError, RoundResults
 from .run_settings import RunSettings
 from .setup.preparation import compute_median_examples, limit_weight
 
 logger = logging.getLogger(__name__)
+
+BY_MEAN = ("alie", "inner_product")
+"""Attacks that send a multiple of the honest mean or of its deviation."""
 
 ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
 """Attacks on updates; the others change data or sizes."""
@@ -79,12 +83,24 @@ class Inspection:
         if not is_needed:
             return None
         server, client = method.server_init(task), task.clients[0]
-        upload, _ = trace_upload(method, task, client, method.download(server, client))
+        down = method.download(server, client)
+        upload, _ = trace_upload(method, task, client, down)
+        reference = describe_dense_update(method, down, client, task).reference
+        if trust.attack.kind in BY_MEAN and list_fixed_factors(upload, reference):
+            raise ConfigError(
+                f"attack.kind = {trust.attack.kind!r} needs the mean of honest updates, and {method.title} sends an update as "
+                "new factors, whose mean is no update. Choose sign_flip, scaled or gaussian"
+            )
         averaged = averages_factors(method.contribution(server, upload, client))
         return cls(method, task, trust, hostile, not averaged)
 
     def judge(
-        self, uploads: Mapping[int, Any], server: Any, key: Key, refused_count: int = 0
+        self,
+        uploads: Mapping[int, Any],
+        server: Any,
+        key: Key,
+        refused_count: int = 0,
+        weigh: Callable[[int, Any], float] | None = None,
     ) -> tuple[dict[int, Any], dict[int, float]]:
         """Select the uploads that are used and compute the weight of each.
 
@@ -93,11 +109,13 @@ class Inspection:
             server: state of the server.
             key: key of the attack's randomness.
             refused_count: number of further replies of the round that were refused.
+            weigh: function that gives the weight of a client's decoded upload in the method's own mean; None for that of
+                its contribution.
 
         Returns:
             Decoded uploads of the clients that the rule has kept, and the weight of every reply. A selection rule
-            gives 0 or the weight that all selected replies share; a bound on norms gives the factor that scales the
-            update.
+            gives the share of each selected reply and 0 to the others; a bound on norms gives the factor that scales
+            the update.
 
         Raises:
             TaskError: if the rule cannot be applied to these uploads.
@@ -110,13 +128,19 @@ class Inspection:
             updates = {i: compute_update(u, references[i]) for i, u in decoded_uploads.items()}
             attacked_updates = attack_updates(updates, self.hostile, self.trust.attack, key)
             attacked_ids = {i for i in decoded_uploads if i in self.hostile}
-            decoded_uploads |= {
-                i: replace_update(decoded_uploads[i], references[i], attacked_updates[i])
-                for i in attacked_ids
-            }
+            for i in attacked_ids:
+                fixed_factors = {
+                    p: updates[i][p] for p in list_fixed_factors(decoded_uploads[i], references[i])
+                }
+                attacked_update = attacked_updates[i] | fixed_factors
+                decoded_uploads[i] = replace_update(decoded_uploads[i], references[i], attacked_update)
         weights = dict.fromkeys(decoded_uploads, 1.0)
         if self.trust.robust.rule in WEIGHING and decoded_uploads:
-            weights = self._weigh(decoded_uploads, definitions, infos, refused_count)
+            own_weights = {
+                i: self._weigh_upload(upload, server, infos[i]) if weigh is None else weigh(i, upload)
+                for i, upload in decoded_uploads.items()
+            }
+            weights = self._weigh(decoded_uploads, definitions, own_weights, refused_count)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in decoded_uploads.items():
                     decoded_uploads[i] = self._bounded(u, definitions[i], weights[i])
@@ -141,6 +165,13 @@ class Inspection:
         counts: dict[int, float] = {}
         infos = {c.id: c for c in self.task.clients}
 
+        def weigh(client_id: int, upload: Any) -> float:
+            try:
+                return find_weight(contribute(infos[client_id], upload))
+            except RefusedError:
+                # it is refused again, with its reason, when its contribution is added
+                return 0.0
+
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
             refused_count = len(results.refused)
             quorum = least_replies(self.trust.robust, len(uploads) + refused_count, refused_count)
@@ -149,20 +180,22 @@ class Inspection:
                     f"{self.trust.robust.rule} needs at least {quorum} replies, and there were {len(uploads)}"
                 )
                 return {}
-            selected_uploads, rule_weights = self.judge(uploads, server, key, refused_count)
+            selected_uploads, rule_weights = self.judge(uploads, server, key, refused_count, weigh)
             used_uploads.update(selected_uploads)
             weights.update(rule_weights)
             # relative to their mean, so that a sum, which has no weights, keeps its size
-            used_counts = self._counts(infos, list(selected_uploads))
-            counts.update(zip(selected_uploads, (used_counts / used_counts.mean()).tolist(), strict=True))
+            own_weights = {i: weigh(i, upload) for i, upload in selected_uploads.items()}
+            mean_weight = sum(own_weights.values()) / max(1, len(own_weights))
+            counts.update({i: w / mean_weight if mean_weight else 1.0 for i, w in own_weights.items()})
             return selected_uploads
 
         def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
             contribution = contribute(info, upload)
             if self.trust.robust.rule != "geometric_median":
                 return contribution
-            # the contribution has the weight by examples already
-            return reweight(contribution, weights[info.id] / counts[info.id], len(used_uploads))
+            # the contribution has the method's weight already
+            factor = weights[info.id] / counts[info.id] if counts[info.id] else 0.0
+            return reweight(contribution, factor, len(used_uploads))
 
         results.contribute_together(judge, contribute_weighted)
         if self.trust.robust.rule not in WEIGHING:
@@ -177,7 +210,7 @@ class Inspection:
         self,
         uploads: Mapping[int, Any],
         definitions: Mapping[int, Update],
-        infos: Mapping[int, ClientInfo],
+        own_weights: Mapping[int, float],
         refused_count: int,
     ) -> dict[int, float]:
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
@@ -203,21 +236,21 @@ class Inspection:
                     f"form: {error}. Choose norm_bound."
                 ) from error
             if rule == "geometric_median":
-                weights = geometric_median_weights(products, self._counts(infos, list(uploads)))
+                is_equal = self.trust.robust.weights == "equal"
+                base_weights = [1.0 if is_equal else own_weights[i] for i in uploads]
+                weights = geometric_median_weights(products, torch.tensor(base_weights, dtype=torch.float64))
             else:
                 hostile = _hostile(self.trust.robust, n + refused_count, refused_count)
                 weights = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
+                shares = weights * torch.tensor([own_weights[i] for i in uploads], dtype=torch.float64)
+                weights = shares / shares.sum() if float(shares.sum()) > 0 else weights
         return dict(zip(uploads, weights.tolist(), strict=True))
 
-    def _counts(self, infos: Mapping[int, ClientInfo], client_ids: Sequence[int]) -> Tensor:
-        """Weight of each client, float64 ``[n]``."""
-        if self.trust.robust.weights == "equal":
-            return torch.ones(len(client_ids), dtype=torch.float64)
-        median_examples, robust = compute_median_examples(self.task.clients), self.trust.robust
-        return torch.tensor(
-            [float(limit_weight(infos[i], robust, median_examples).example_count) for i in client_ids],
-            dtype=torch.float64,
-        )
+    def _weigh_upload(self, upload: Any, server: Any, info: ClientInfo) -> float:
+        """Weight of a decoded upload in the method's own mean."""
+        median_examples = compute_median_examples(self.task.clients)
+        info = limit_weight(info, self.trust.robust, median_examples)
+        return find_weight(self.method.contribution(server, upload, info))
 
     def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
         if factor >= 1:
@@ -294,6 +327,12 @@ def warn_of_few_replies(robust: Robust, count: int, round: int) -> None:
             count,
             quorum,
         )
+
+
+def find_weight(contribution: Any) -> float:
+    """Find the weight of a contribution in a mean, the largest if there are several; 1 if there is none."""
+    leaves = contribution_leaves(contribution)
+    return max((float(leaf.weight) for _, leaf in leaves if isinstance(leaf, Mean)), default=1.0)
 
 
 def averages_factors(contribution: Any) -> bool:

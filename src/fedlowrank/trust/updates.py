@@ -129,6 +129,19 @@ def compute_update(upload: Any, reference: Any, *, compared_only: bool = False) 
     return update
 
 
+def list_fixed_factors(upload: Any, reference: Any) -> list[str]:
+    """List the paths of all factors but one of each product that is itself the update, without a reference.
+
+    A multiple of such an update is a multiple of the remaining factor alone: B of a pair, s of a factored matrix.
+    """
+    paths = []
+    for path, part, ref in pair_with_reference(upload, reference):
+        if type(ref) is float and (isinstance(part, Factored) or split_products(part)):
+            scaled = "s" if isinstance(part, Factored) else "u" if isinstance(part, Pairs) else "b"
+            paths += [p for p, _ in tree.leaves(part, path) if p != tree.join_path(path, scaled)]
+    return paths
+
+
 def read_reference(upload: Any, reference: Any) -> Params:
     """Tensors of a reference by path, zeros where a part of the upload is itself the update."""
     numbers: Params = {}
