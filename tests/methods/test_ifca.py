@@ -20,6 +20,7 @@ from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
 from fedlowrank.storage.state import State
+from fedlowrank.trust.updates import clip_update
 from tests.golden import floral_reference as reference
 from tests.golden.reference import cross_entropy, fedavg, forward
 from tests.support.method_calls import routes
@@ -97,15 +98,20 @@ def test_a_cluster_is_chosen_by_the_loss_of_the_task(sign: int) -> None:
         ]
 
 
-def test_ifca_sends_all_models_down_and_one_up() -> None:
+def test_ifca_sends_all_models_down_and_the_change_of_one_up() -> None:
     run = run_rounds(IFCA(clusters=3, **LOCAL), federate_one_model(), steps=1)
     state, down, view = get_client_inputs(run, 2)
     _, up = run.method.local_update(state, down, view)
     assert {p: tuple(t.shape) for p, t in tree.leaves(up)} == {
-        **{f"/model{p}": (1, *t.shape[1:]) for p, t in tree.leaves(down)},
+        **{f"/change{p}": (1, *t.shape[1:]) for p, t in tree.leaves(down)},
         "/choice": (3,),
     }
     assert sorted(up.choice.tolist()) == [0, 0, 1]
+    _, norm = clip_update(
+        up, run.method.describe_update(down, run.federation.infos[2], run.task).reference, 1e-3
+    )
+    assert 0 < norm == pytest.approx(np.sqrt(sum(float(t.square().sum()) for t in up.change.values())))
+    assert norm < 0.5 * np.sqrt(sum(float(t[up.choice.argmax()].square().sum()) for t in down.values()))
     record = run.step()
     assert record.parameters_down == 4 * 3 * SMALL_PARAMETERS
     assert record.parameters_up == 4 * (SMALL_PARAMETERS + 3)

@@ -546,7 +546,7 @@ def _upload_of(run: Run) -> Any:
     return result.upload
 
 
-@pytest.mark.parametrize("name", ["flora", "fedkd", "fedavg"])
+@pytest.mark.parametrize("name", ["flora", "fedkd", "fedavg", "ifca"])
 @pytest.mark.parametrize(("kind", "strength", "factor"), [("sign_flip", 3.0, -3.0), ("scaled", 10.0, 10.0)])
 def test_an_attack_multiplies_products_and_not_each_of_their_factors(
     name: str, kind: Any, strength: float, factor: float

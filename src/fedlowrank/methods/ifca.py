@@ -5,12 +5,14 @@ averaging).
 
     server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
     client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ               find_nearest_model
-                            θ_k ← SGD on F_k from θ_ĵ, E epochs; send θ_k and s_k                local_update
-    server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
+                            θ_k ← SGD on F_k from θ_ĵ, E epochs; send θ_k - θ_ĵ and s_k          local_update
+    server:                 θ_k = θ_ĵ + (θ_k - θ_ĵ)                                              contribution
+                            θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     client_model
 
 F_k is the mean loss over all training examples of the client. A model that no client picked stays as it was.
-The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different
+The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The paper's clients send θ_k itself;
+its change is what clipping and rules against attacks bound. The models begin at different
 draws and share no layers, and a client keeps no state.
 """
 
@@ -23,7 +25,6 @@ from torch import Tensor
 
 from ..core.contract import (
     NO_UPDATE,
-    ZERO_REFERENCE,
     Batch,
     ClientInfo,
     ClientModel,
@@ -35,7 +36,7 @@ from ..core.contract import (
     Update,
 )
 from ..core.learning.batch_losses import sum_losses, task_loss
-from ..core.tree import Params, map_leaves, tree_dataclass
+from ..core.tree import Params, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
 from .shared.averaging import Weighting, reply_weight
 from .shared.clusters import (
     ClusterTotal,
@@ -51,9 +52,9 @@ from .shared.clusters import (
 
 @tree_dataclass
 class Upload:
-    """The trained model ``[1, ...]``, and the one-hot s_k ``[C]`` of its cluster."""
+    """The change of the trained model ``[1, ...]``, and the one-hot s_k ``[C]`` of its cluster."""
 
-    model: Params
+    change: Params
     choice: Tensor
 
 
@@ -99,21 +100,23 @@ class IFCA(Method[Params, None, Params, Upload]):
         def loss(p: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply({n: t.squeeze(0) for n, t in p.items()}, batch.x), batch)
 
-        trained_model = view.train(loss, select_cluster(down, cluster), "local", self.optimizer)
-        return None, Upload(trained_model, self._one_hot(cluster, down))
+        start = select_cluster(down, cluster)
+        change = sub(widen(view.train(loss, start, "local", self.optimizer)), start)
+        return None, Upload(cast_like(change, start), self._one_hot(cluster, down))
 
     def contribution(self, server: Params, upload: Upload, client: ClientInfo) -> Contribution:
         """The trained model, in the mean of the cluster that the client chose."""
         weight = reply_weight(client, self.weighting)
-        return contribute_by_cluster(upload.model, clamp_shares(upload.choice).double() * weight)
+        models = map_leaves(lambda t, change: t + change, widen(server), upload.change)
+        return contribute_by_cluster(models, clamp_shares(upload.choice).double() * weight)
 
     def server_update(self, server: Params, total: ClusterTotal[Params], view: ServerView) -> Params:
         """The mean of the members of each cluster."""
         return average_clusters(server, total)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
-        """The model itself, not a difference: only the reply tells the server which model was trained."""
-        return Update({"model": ZERO_REFERENCE, "choice": NO_UPDATE})
+        """The change of the chosen model, relative to zeros; the choice is no update."""
+        return Update({"change": zeros_like(select_cluster(down, 0)), "choice": NO_UPDATE})
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
