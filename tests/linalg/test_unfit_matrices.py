@@ -89,3 +89,11 @@ def test_replies_without_examples_have_no_weights_by_examples() -> None:
     assert Weighing(by="examples").weigh(deltas, [1, 2], [0, 3], {"x": 6}).weights == {"x": [0.0, 1.0]}
     assert Weighing(by_examples=True).weigh(deltas, [1, 2], [3, 0], {"x": 6}).weights == {"x": [1.0, 0.0]}
     assert sum(Weighing().weigh(deltas, [1, 2], [0, 0], {"x": 6}).weights["x"]) == pytest.approx(1)
+
+
+def test_factors_beyond_float32_are_refused() -> None:
+    with pytest.raises(TaskError, match=r"factors are float32, .* singular value 1e\+80 has larger ones"):
+        truncate_update(torch.diag(torch.tensor([1e80, 1e79], dtype=torch.float64)), 1)
+    large = truncate_update(torch.diag(torch.tensor([1e60, 1e59], dtype=torch.float64)), 2)
+    assert large.pair.b.isfinite().all()
+    assert large.energy == pytest.approx(1.01e120)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments.bounds import check_minimum
+from ..core.errors import TaskError
 from .delta import split_svd
 from .factored import Factored, check_real_matrix, not_finite_error, thin_svd
 from .low_rank_sum import REAL
@@ -46,7 +47,8 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
 
     Raises:
         ConfigError: if the rank is below 1.
-        TaskError: if the update holds a NaN or an infinity, is not a matrix, or is complex or has integers.
+        TaskError: if the update holds a NaN or an infinity, is not a matrix, or is complex, has integers, or has factors beyond
+            float32.
     """
     rank = check_minimum("rank", rank, 1)
     for w in (update.b, update.a) if isinstance(update, Pair) else (update,):
@@ -62,7 +64,13 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
         u, s, v = leading_triplets(w, rank)
         lost_energy, energy = float((w - (u * s) @ v.mT).square().sum()), float(w.square().sum())
     pair = split_svd(Factored(u, s, v), min(rank, u.shape[0], v.shape[0]))
-    return Truncation(Pair(pair.b.float(), pair.a.float()), lost_energy, energy)
+    truncated_pair = Pair(pair.b.float(), pair.a.float())
+    if not all(bool(t.isfinite().all()) for t in (truncated_pair.b, truncated_pair.a)):
+        raise TaskError(
+            f"truncate_update: factors are float32, and an update with the singular value {float(s[0]):.3g} has larger ones. "
+            "Scale the update"
+        )
+    return Truncation(truncated_pair, lost_energy, energy)
 
 
 def relative_error(layers: Iterable[Truncation]) -> float:
