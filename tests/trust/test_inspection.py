@@ -289,7 +289,7 @@ def test_effective_updates_are_compared_whatever_the_gauge_of_the_factors() -> N
         for i, u in uploads.items()
     }
     for form in (uploads, turned):
-        used, _ = inspection.judge(form, server, run.federation.key)
+        used, _ = inspection.judge(form, server, run.federation.key, lambda *_: 1.0)
         assert list(used) == [int(scores.argmin())]
 
 
@@ -373,7 +373,7 @@ def test_another_gauge_does_not_carry_a_reply_through_where_factors_are_averaged
             liar,
             factors={n: dataclasses.replace(p, b=p.b * 1e6, a=p.a / 1e6) for n, p in liar.factors.items()},
         )
-        used, weights = inspection.judge(uploads, server, run.federation.key)
+        used, weights = inspection.judge(uploads, server, run.federation.key, lambda *_: 1.0)
         size = max(float(t.abs().max()) for t in tree.tensors(used.get(3)) or [torch.zeros(1)])
         assert weights[3] * size < 10, rule
 

@@ -79,7 +79,7 @@ def _keep_upload(upload: Any, client: ClientInfo) -> Any:
     return upload
 
 
-def _charge_nobody(round: int, client_ids: Collection[int]) -> None:
+def _charge_no_budget(round: int, client_ids: Collection[int]) -> None:
     del round, client_ids
 
 
@@ -128,7 +128,7 @@ class NetworkEngine(Engine):
         shortens: whether long updates are shortened; not if a rule of run.robust bounds them; set by the run.
         describes: whether length and direction of updates are stored for a person to see; set by the run.
         decode: function that decompresses the upload of a client for the method; set by the run.
-        charge: function that charges clients before orders to train are sent to them in a round; set by the run.
+        charge: function that charges privacy budgets of clients before they get orders to train in a round; set by the run.
         kept_shares: remaining share of the length of each shortened update of the round, by client.
     """
 
@@ -153,7 +153,7 @@ class NetworkEngine(Engine):
     shortens: bool = True
     describes: bool = False
     decode: Callable[[Any, ClientInfo], Any] = _keep_upload
-    charge: Callable[[int, Collection[int]], None] = _charge_nobody
+    charge: Callable[[int, Collection[int]], None] = _charge_no_budget
     kept_shares: dict[int, float] = dataclasses.field(default_factory=dict)
     member_keys: MemberKeys | None = None
     secure: SecureRounds | None = None

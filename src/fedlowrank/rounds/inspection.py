@@ -42,7 +42,6 @@ from ..trust.updates import (
 )
 from .round_results import Contribute, RefusedError, RoundResults
 from .run_settings import RunSettings
-from .setup.preparation import compute_median_examples, limit_weight
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,8 @@ class Inspection:
         uploads: Mapping[int, Any],
         server: Any,
         key: Key,
+        weigh: Callable[[int, Any], float],
         refused_count: int = 0,
-        weigh: Callable[[int, Any], float] | None = None,
     ) -> tuple[dict[int, Any], dict[int, float]]:
         """Select the uploads that are used and compute the weight of each.
 
@@ -108,9 +107,8 @@ class Inspection:
             uploads: uploads as they arrived, by client.
             server: state of the server.
             key: key of the attack's randomness.
+            weigh: function that gives the weight of a client's decoded upload in the method's own mean.
             refused_count: number of further replies of the round that were refused.
-            weigh: function that gives the weight of a client's decoded upload in the method's own mean; None for that of
-                its contribution.
 
         Returns:
             Decoded uploads of the clients that the rule has kept, and the weight of every reply. A selection rule
@@ -136,11 +134,7 @@ class Inspection:
                 decoded_uploads[i] = replace_update(decoded_uploads[i], references[i], attacked_update)
         weights = dict.fromkeys(decoded_uploads, 1.0)
         if self.trust.robust.rule in WEIGHING and decoded_uploads:
-            own_weights = {
-                i: self._weigh_upload(upload, server, infos[i]) if weigh is None else weigh(i, upload)
-                for i, upload in decoded_uploads.items()
-            }
-            weights = self._weigh(decoded_uploads, definitions, own_weights, refused_count)
+            weights = self._weigh(decoded_uploads, definitions, weigh, refused_count)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in decoded_uploads.items():
                     decoded_uploads[i] = self._bounded(u, definitions[i], weights[i])
@@ -162,15 +156,16 @@ class Inspection:
         """
         used_uploads: dict[int, Any] = {}
         weights: dict[int, float] = {}
-        counts: dict[int, float] = {}
+        own_weights: dict[int, float] = {}
         infos = {c.id: c for c in self.task.clients}
 
         def weigh(client_id: int, upload: Any) -> float:
             try:
-                return find_weight(contribute(infos[client_id], upload))
+                own_weights[client_id] = find_weight(contribute(infos[client_id], upload))
             except RefusedError:
                 # it is refused again, with its reason, when its contribution is added
-                return 0.0
+                own_weights[client_id] = 0.0
+            return own_weights[client_id]
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
             refused_count = len(results.refused)
@@ -180,21 +175,19 @@ class Inspection:
                     f"{self.trust.robust.rule} needs at least {quorum} replies, and there were {len(uploads)}"
                 )
                 return {}
-            selected_uploads, rule_weights = self.judge(uploads, server, key, refused_count, weigh)
+            selected_uploads, rule_weights = self.judge(uploads, server, key, weigh, refused_count)
             used_uploads.update(selected_uploads)
             weights.update(rule_weights)
-            # relative to their mean, so that a sum, which has no weights, keeps its size
-            own_weights = {i: weigh(i, upload) for i, upload in selected_uploads.items()}
-            mean_weight = sum(own_weights.values()) / max(1, len(own_weights))
-            counts.update({i: w / mean_weight if mean_weight else 1.0 for i, w in own_weights.items()})
             return selected_uploads
 
         def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
             contribution = contribute(info, upload)
             if self.trust.robust.rule != "geometric_median":
                 return contribution
-            # the contribution has the method's weight already
-            factor = weights[info.id] / counts[info.id] if counts[info.id] else 0.0
+            # the contribution has the method's weight already; relative to the mean, so that a sum, which has no weights,
+            # keeps its size
+            mean_weight = sum(own_weights[i] for i in used_uploads) / len(used_uploads)
+            factor = weights[info.id] * mean_weight / own_weights[info.id] if own_weights[info.id] else 0.0
             return reweight(contribution, factor, len(used_uploads))
 
         results.contribute_together(judge, contribute_weighted)
@@ -210,7 +203,7 @@ class Inspection:
         self,
         uploads: Mapping[int, Any],
         definitions: Mapping[int, Update],
-        own_weights: Mapping[int, float],
+        weigh: Callable[[int, Any], float],
         refused_count: int,
     ) -> dict[int, float]:
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
@@ -221,6 +214,7 @@ class Inspection:
             ]
             weights = norm_factors(torch.tensor(norms, dtype=torch.float64))
         else:
+            own_weights = torch.tensor([weigh(i, u) for i, u in uploads.items()], dtype=torch.float64)
             try:
                 products = compute_gram_matrix(
                     [
@@ -237,20 +231,14 @@ class Inspection:
                 ) from error
             if rule == "geometric_median":
                 is_equal = self.trust.robust.weights == "equal"
-                base_weights = [1.0 if is_equal else own_weights[i] for i in uploads]
-                weights = geometric_median_weights(products, torch.tensor(base_weights, dtype=torch.float64))
+                base_weights = torch.ones_like(own_weights) if is_equal else own_weights
+                weights = geometric_median_weights(products, base_weights)
             else:
                 hostile = _hostile(self.trust.robust, n + refused_count, refused_count)
                 weights = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
-                shares = weights * torch.tensor([own_weights[i] for i in uploads], dtype=torch.float64)
+                shares = weights * own_weights
                 weights = shares / shares.sum() if float(shares.sum()) > 0 else weights
         return dict(zip(uploads, weights.tolist(), strict=True))
-
-    def _weigh_upload(self, upload: Any, server: Any, info: ClientInfo) -> float:
-        """Weight of a decoded upload in the method's own mean."""
-        median_examples = compute_median_examples(self.task.clients)
-        info = limit_weight(info, self.trust.robust, median_examples)
-        return find_weight(self.method.contribution(server, upload, info))
 
     def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
         if factor >= 1:

@@ -154,7 +154,7 @@ def test_a_closed_terminal_ends_a_command_and_what_it_started(is_ignored: bool) 
     code = """
         import signal, sys, time
         from fedlowrank.cli.deployment.network_commands import interrupted_once
-        # nohup ignores the signal, and whoever runs these tests may have been started by it
+        # these tests may run under nohup, whose processes ignore the signal
         signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "True" else signal.SIG_DFL)
         try:
             with interrupted_once():

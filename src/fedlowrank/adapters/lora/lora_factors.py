@@ -348,9 +348,14 @@ def average_present_components(
 
 
 def keep_absent_components(means: Factors, previous_factors: Factors, component_weights: Tensor) -> Factors:
-    """Give each component that no client has its previous value; the arguments are those of the function above.
+    """Give each component that no client has its previous value.
 
     A component of which both columns of B and rows of A are zero has no gradient and would stay zero for ever.
+
+    Args:
+        means: means of the clients' factors.
+        previous_factors: factors of the round before.
+        component_weights: sum of the weights of the clients that have each component ``[rank]``.
     """
     factors: Factors = {}
     for name, pair in means.items():
