@@ -189,6 +189,30 @@ def nearest_case(cases: Sequence[Case]) -> Case:
     return next((case for case in cases if case.is_nearest), cases[0])
 
 
+DECIDING_MARKS = {
+    "holds": ("for",),
+    "holds in part": ("for", "open"),
+    "depends": ("for", "against"),
+    "does not hold": ("against",),
+    "undecided": ("open",),
+}
+"""Marks that show the reason of a verdict."""
+
+
+def deciding_cases(cases: Sequence[Case], verdict: str) -> list[Case]:
+    """The comparisons that show the reason of a verdict where the nearest one does not.
+
+    Of each mark in :data:`DECIDING_MARKS` that the nearest comparison does not have, the clearest: for and against with the
+    smallest p-value, open with the largest.
+    """
+    missing = [mark for mark in DECIDING_MARKS.get(verdict, ()) if mark != nearest_case(cases).judged.mark]
+    found = []
+    for mark in missing:
+        marked = sorted((case for case in cases if case.judged.mark == mark), key=lambda case: case.judged.p)
+        found += marked[-1:] if mark == "open" else marked[:1]
+    return found
+
+
 def comparisons_tables() -> dict[str, tuple[str, str]]:
     """For each paper its page, and its claims, each with its verdict and the table of its comparisons."""
     found = {}
@@ -219,9 +243,26 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
         return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
     effect = near.reported if near.effects else claim.get("effect", "–")
-    here = f"{near.estimate}<br>{near.label}" + (", loss (lower is better)" if near.unit == "loss" else "")
+    others = [f"<br><small>{_estimate_with_label(case)}</small>" for case in deciding_cases(cases, verdict)]
     task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
-    return table_row([name, effect, here, task, near.inside, *counts, f"**{verdict}**"])
+    return table_row(
+        [
+            name,
+            effect,
+            _estimate_with_label(near),
+            task,
+            near.inside,
+            *counts,
+            f"**{verdict}**{''.join(others)}",
+        ]
+    )
+
+
+def _estimate_with_label(case: Case) -> str:
+    notes = ["loss (lower is better)"] * (case.unit == "loss")
+    if case.judged.mark == "open" and any(case.diverged) and not case.judged.low <= 0 <= case.judged.high:
+        notes.append(f"diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}")
+    return f"{case.estimate}<br>{', '.join([case.label, *notes])}"
 
 
 def _count_mark(cases: Sequence[Case], mark: str) -> str:

@@ -107,8 +107,8 @@ def paired_differences(
 
     Args:
         figures: of an experiment.
-        method: minuend; it has the series.
-        against: subtrahend, judged by the same series, or by its first where it lacks that series.
+        method: minuend, judged by the series, or by its first where it lacks that series.
+        against: subtrahend, judged in the same way.
         series: as in :func:`last_results`.
         measure: ``test`` or ``worst`` of the last round, or ``curve``, the mean of ``test`` over all rounds.
     """

@@ -439,4 +439,10 @@ def test_all_methods_of_the_tasks_have_a_mean_rank() -> None:
     methods = [ExperimentConfig.read(league.TASKS / f"{task}.toml").compared_methods for task in tasks]
     assert len(tasks) > 1
     assert all(set(other) == set(methods[0]) for other in methods)
-    assert len(re.findall(r"^\| \d", table, re.MULTILINE)) == len(methods[0]) > 30
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == len(methods[0]) > 30
+    for rank, _, without, _, *ranks in rows:
+        of_task = dict(zip(tasks, map(float, ranks), strict=True))
+        assert float(rank) == pytest.approx(np.mean([*of_task.values()]), abs=0.051)
+        del of_task["cifar10"]
+        assert float(without) == pytest.approx(np.mean([*of_task.values()]), abs=0.051)

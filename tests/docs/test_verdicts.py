@@ -204,6 +204,20 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
+def verdict_in(row: list[str]) -> str:
+    """The verdict of a row of the summary, without the comparison below it."""
+    return row[-1].split("<br>")[0].strip("*")
+
+
+REASONS = {
+    "holds": ["for"],
+    "holds in part": ["for", "open"],
+    "depends": ["for", "against"],
+    "does not hold": ["against"],
+    "undecided": ["open"],
+}
+
+
 @pytest.mark.few(8)
 @pytest.mark.parametrize("claim", JUDGED, ids=lambda c: f"{c['paper']} {c['claim'][:40]}")
 def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
@@ -218,7 +232,11 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
         for line in (RESULTS / "index.md").read_text().splitlines()
         if f"| [{claim['claim']}](" in line
     )
-    assert row[-1] == f"**{verdict}**"
+    assert verdict_in(row) == verdict
+    # the nearest comparison, or one below the verdict, has each mark that is the reason of the verdict
+    for mark in REASONS.get(verdict, ()):
+        reasons = [one.text for one in actual if one.mark == mark]
+        assert not reasons or any(text in row[2] + row[-1] for text in reasons), (verdict, mark)
     for mark, cell in zip(("for", "open", "against"), row[-4:-1], strict=True):
         own = [strong for one, strong in zip(actual, stands, strict=True) if one.mark == mark]
         assert cell == str(len(own)) + (f" ({sum(own)}†)" if any(own) else "")
@@ -249,9 +267,7 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
 def test_the_first_table_counts_the_verdicts() -> None:
     text = (RESULTS / "index.md").read_text()
     head, _, *rows = text.split("<!-- evidence verdicts -->")[1].split("<!-- end -->")[0].strip().splitlines()
-    verdicts = {
-        cell.strip("*") for line in text.splitlines() if line.startswith("| [") for cell in cells(line)[-1:]
-    }
+    verdicts = {verdict_in(cells(line)) for line in text.splitlines() if line.startswith("| [")}
     for paper, *counts in map(cells, rows):
         part = (
             text
@@ -260,7 +276,7 @@ def test_the_first_table_counts_the_verdicts() -> None:
         )
         # a question that the page adds is no claim of a paper
         actual = [
-            cells(line)[-1].strip("*")
+            verdict_in(cells(line))
             for line in part.splitlines()
             if line.startswith("| [") and "(not a claim of the paper)" not in line
         ]
@@ -338,6 +354,31 @@ def test_every_claim_has_one_nearest_comparison_and_no_verdict_by_hand() -> None
         assert "verdict" not in claim
         assert sum(case.get("nearest", False) for case in claim["cases"]) <= 1
     assert {claim["verdict"] for claim in CLAIMS if "cases" not in claim} == {"no interval"}
+
+
+def test_a_difference_is_that_of_the_claim() -> None:
+    """ "A is above B" is about A minus B, also in the paper's numbers: positive for it, or a lower loss."""
+    for claim in JUDGED:
+        if not re.search(r"\b(above|better|best|highest)\b", claim["claim"]):
+            continue
+        for case in cases_of(claim):
+            if "rate" not in case:
+                assert case["expected"] == ("-" if case["experiment"] in LOSSES else "+"), case["label"]
+    (feddyn,) = (claim for claim in JUDGED if claim["claim"].startswith("FedDyn's global model is above"))
+    assert [read_effect(effect) for case in feddyn["cases"] for effect in case["effects"]] == [2.62]
+
+
+def test_a_penalty_that_is_too_large_counts_for_one_claim() -> None:
+    with_large = [
+        claim["claim"]
+        for claim in JUDGED
+        if any(
+            case.get(side) in ("lam_1e-2", "lam_3e-2")
+            for case in cases_of(claim)
+            for side in ("method", "against")
+        )
+    ]
+    assert with_large == ["A large λ costs accuracy (Table 3)."]
 
 
 class TestRules:

@@ -44,6 +44,18 @@ def test_the_page_begins_with_a_table_of_situations() -> None:
     assert sections - {LINK.findall(row[0])[0][2] for row in ROWS[2:]} == {"before-anything-else"}
 
 
+def test_a_column_of_personal_models_has_one_experiment() -> None:
+    """A cell is that of the method in the section of the column's experiment."""
+    table = section("which-method.md", "personal-models").split("| method | MNIST, 15 seeds | CIFAR-10")[1]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*)\|$", table, flags=re.MULTILINE)
+    assert len(rows) > 5
+    for method, *own in rows:
+        for anchor, cell in zip(("skewed-clients-with-15-seeds", "cifar-10"), own, strict=True):
+            if cell.strip():
+                row = rf"^\| {re.escape(method)}(?: \(1 seed diverged\))? \| [^|]+ \| {re.escape(cell.strip())} \|"
+                assert re.search(row, section("results/fedslr.md", anchor), re.MULTILINE), (method, cell)
+
+
 @pytest.mark.parametrize("row", ROWS[2:], ids=[LINK.findall(row[0])[0][0] for row in ROWS[2:]])
 def test_each_number_is_in_the_section_beside_it(row: list[str]) -> None:
     _, choice, baseline, evidence = row

@@ -114,6 +114,9 @@ def state_headline(families: Sequence[Family]) -> ResultCard:
         )
     if ties:
         claims.append(f"No significant difference from {_list(ties, family)}.")
+    claims += [
+        f"{_state_better(comparison, family)}." for comparison in family.comparisons if comparison.is_better
+    ]
     names = join_words([_name(group, family) for group in level_groups])
     return ResultCard(names, value, interval, description, " ".join(claims))
 
@@ -131,14 +134,12 @@ def _describe(family: Family) -> Finding:
         )
     order = "lowest" if measure.is_loss else "highest"
     head = f"{names} {'reaches' if len(level_groups) == 1 else 'reach'} the {order} mean {measure.sentence_name}, {value}"
-    comparisons = [
-        comparison for comparison in family.comparisons if comparison.is_worse or comparison.is_inconclusive
-    ]
+    comparisons = [comparison for comparison in family.comparisons if comparison.is_tested]
     if not comparisons:
         return Finding(f"{head}.", _describe_groups(family), _describe_test(family))
-    # A baseline if there is one, otherwise the second best.
-    baseline = next(
-        (comparison for comparison in comparisons if sends_nothing(comparison.group)), comparisons[0]
+    # A baseline if there is one, otherwise the second best; a group that is better on the pairs comes last.
+    baseline = min(
+        comparisons, key=lambda comparison: (comparison.is_better, not sends_nothing(comparison.group))
     )
     other_comparisons = [comparison for comparison in comparisons if comparison is not baseline]
     separator = ("." if best.modes else ":") if baseline.is_worse else "."
@@ -174,6 +175,7 @@ def _describe_others(
     if ties:
         p_text = f"{'p' if len(ties) == 1 else 'smallest p'} = {format_p(min(comparison.p for comparison in ties))}"
         sentences.append(f"No difference from {_list(ties, family)} can be seen ({p_text}).")
+    sentences += [_describe_one(comparison, family) for comparison in comparisons if comparison.is_better]
     return " ".join(sentences)
 
 
@@ -181,19 +183,30 @@ def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
     """Compare the best with one group, in numbers."""
     gap, measure, name = comparison.difference, family.measure, _name(comparison.group, family)
     assert gap is not None  # the group was tested
-    # Sign that makes the lead of the best positive.
-    sign = 1 if measure.is_loss else -1
+    # Sign that makes the lead of the best positive, or that of the group if it is better on the pairs.
+    sign = 1 if measure.is_loss is not comparison.is_better else -1
     mean, low, high = sign * gap.mean, *sorted((sign * gap.low, sign * gap.high))
     p = format_p(comparison.p)
     interval = "" if math.isnan(low) else f" {measure.format_interval(low, high)}"
     significance = f"{interval}, p {p if p.startswith('<') else f'= {p}'}"
-    size = measure.format_short(abs(mean))
+    size = format_signed(measure.format_short(mean))
     if comparison.is_worse:
         text = f"{size} below {name}" if measure.is_loss else f"+{size} points over {name}"
         return f"{text}{significance}."
-    size = format_signed(f"{size if mean >= 0 else f'-{size}'}")
+    if comparison.is_better:
+        text = f"{size} lower" if measure.is_loss else f"+{size} points"
+        statement = _state_better(comparison, family)
+        return f"{statement}: {text}{significance}; the means are over different ones."
     text = f"{size} lower" if measure.is_loss else f"{'+' if mean > 0 else ''}{size} points"
     return f"No difference from {name} can be seen: {text}{significance}."
+
+
+def _state_better(comparison: ComparisonWithBest, family: Family) -> str:
+    """State that a group is better than the one with the best mean on the pairs that both have."""
+    gap = comparison.difference
+    assert gap is not None  # the group was tested
+    pairs = f"{gap.n} shared seeds" if gap.pair_unit == "seeds" else f"{gap.n} clients of the shared seed"
+    return f"{_name(comparison.group, family)} is significantly better on the {pairs}"
 
 
 def _describe_test(family: Family) -> str:
@@ -211,12 +224,17 @@ def _describe_test(family: Family) -> str:
     ]
     if diverged_results:
         names = join_words([f"{name} ({description})" for name, description in diverged_results])
-        sentences.append(f"Diverged, so last and not tested: {names}.")
+        consequence = (
+            "Diverged, so last and not tested"
+            if family.best
+            else "All methods diverged in part, so none was tested"
+        )
+        sentences.append(f"{consequence}: {names}.")
     converged_groups = [group for group, result in family.ranked if not result.diverged]
     untested_comparisons = [
         comparison
         for comparison in family.comparisons
-        if comparison.group in converged_groups and not (comparison.is_worse or comparison.is_inconclusive)
+        if comparison.group in converged_groups and not comparison.is_tested
     ]
     if untested_comparisons:
         verb = "has" if len(untested_comparisons) == 1 else "have"

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from fedlowrank.report import compare_runs
+from fedlowrank.report.findings import state_headline
 from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
@@ -43,6 +44,81 @@ def test_over_clients_is_wilcoxon_with_a_bootstrap():
     assert (got.low, got.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=4e-4)
     assert compare_over_clients(gaps) == got  # no draw differs the second time
     assert got.pair_unit == "clients"
+
+
+def test_the_p_value_over_clients_is_exact():
+    # sizes 1 and 2 shared by many: scipy tries all 2¹² signs
+    few = np.array([1, 1, -1, 2, 2, 1, -2, 2, 1, 1, 2, 2, 0, 0, 0, 0])
+    every_sign = stats.PermutationMethod(n_resamples=math.inf)
+    assert compare_over_clients(few).p == pytest.approx(
+        stats.wilcoxon(few[few != 0], method=every_sign).pvalue
+    )
+    # one size: the sign test, for any number of clients without a difference
+    for wins, losses in ((5, 0), (19, 7), (60, 40)):
+        gaps = [0.1] * wins + [-0.1] * losses + [0.0] * 15
+        assert compare_over_clients(gaps).p == pytest.approx(stats.binomtest(wins, wins + losses).pvalue)
+    # without shared ranks, as scipy
+    assert compare_over_clients(np.arange(-20.0, 31) + 0.25).p == pytest.approx(
+        stats.wilcoxon(np.arange(-20.0, 31) + 0.25, method="exact").pvalue
+    )
+
+
+def test_the_highest_mean_over_other_seeds_is_not_called_better(make_run):
+    """With its own seeds a has the highest mean; with those that both have, b is better in each."""
+    values = {
+        "a": {0: 0.80, 1: 0.70, 2: 0.75, 3: 0.78, 5: 0.95, 6: 0.95},
+        "b": {0: 0.823, 1: 0.72, 2: 0.772, 3: 0.80},
+        "c": {0: 0.50, 1: 0.41, 2: 0.42, 3: 0.47},
+    }
+    for measure, rows in (("accuracy", rounds_of), ("loss", regression_of)):
+        sign = 1 if measure == "accuracy" else -1
+        runs = [
+            make_run(m, s, rounds=rows([[1 + sign * (value - 1)]]))
+            for m, of in values.items()
+            for s, value in of.items()
+        ]
+        table = compare_runs(runs)
+        assert [row["not_worse"] for row in rows_of(table)] == [1, 1, 0], measure
+        (said,) = findings_of(runs)
+        assert "b is significantly better on the 4 shared seeds: " in said
+        assert said.count("the means are over different ones.") == 1
+        assert "over b" not in said
+        assert "below b" not in said
+        claim = state_headline(table.families).claim
+        assert claim == "Significantly better than c. b is significantly better on the 4 shared seeds."
+    assert (
+        "+2.1 points [1.9, 2.4], p < 0.001; the means"
+        in findings_of(
+            [
+                make_run(m, s, rounds=rounds_of([[value]]))
+                for m, of in values.items()
+                for s, value in of.items()
+            ]
+        )[0]
+    )
+
+
+def test_ranks_that_contradict_the_mean_show_no_difference(make_run):
+    """Of 20 clients 18 are better with b, and two much worse: the mean favors a, and the ranks favor b."""
+    gains = [0.01 + 0.001 * k for k in range(18)]
+    runs = runs_of(make_run, a=[[0.5] * 20], b=[[*(0.5 + gain for gain in gains), 0.0, 0.0]])
+    assert stats.wilcoxon([*gains, -0.5, -0.501]).pvalue < 0.05
+    assert rows_of(compare_runs(runs))[1]["not_worse"] == 1
+    assert "No difference from b can be seen" in findings_of(runs)[0]
+
+
+def test_methods_that_all_diverged_in_part_are_not_ranked_last(make_run):
+    lost = {"state": "diverged", "rounds": 0, "message": "loss"}
+    runs = [
+        make_run(m, s, rounds=rounds_of([[0.5 + s / 10]]), status=lost if s == 0 else None)
+        for m in "ab"
+        for s in (0, 1, 2)
+    ]
+    (said,) = findings_of(runs)
+    assert "last" not in said
+    assert said.endswith(
+        "All methods diverged in part, so none was tested: a (1 of 3 seeds) and b (1 of 3 seeds)."
+    )
 
 
 def test_differences_without_spread():

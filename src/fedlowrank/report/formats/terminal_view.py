@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..run_comparison import Comparison
-from ..tables.text_table import to_rich
+from ..tables.text_table import TerminalTable
 
 
 def render_terminal(comparison: Comparison, all_tables: bool = False) -> RenderableType:
@@ -19,7 +19,7 @@ def render_terminal(comparison: Comparison, all_tables: bool = False) -> Rendera
     """
     further_tables = (*comparison.result_tables.values(), *comparison.ranks) if all_tables else ()
     tables = [*further_tables, *comparison.sweeps, comparison.summary]
-    renderables: list[RenderableType] = [renderable for table in tables for renderable in to_rich(table)]
+    renderables: list[RenderableType] = [TerminalTable(table) for table in tables]
     renderables += [Text(warning, style="yellow") for warning in comparison.warnings]
     renderables += [Text(finding, style="bold") for finding in comparison.first_findings]
     return console.Group(*renderables)

@@ -23,16 +23,34 @@ class ComparisonWithBest:
     group: RunGroup
     difference: Difference | None  # the group minus the best; None without common seeds and clients
     p: float  # p-value corrected by Holm for all pairs of the family; NaN without a test
+    measure: Measure
 
     @property
     def is_worse(self) -> bool:
         """Whether the group is significantly worse than the best."""
-        return self.p < ALPHA
+        return self._winner < 0
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the group is significantly better on the pairs, although its mean, over other runs or clients, is not."""
+        return self._winner > 0
 
     @property
     def is_inconclusive(self) -> bool:
         """Whether the group was tested and has no significant difference from the best."""
-        return self.p >= ALPHA
+        return self.is_tested and not self._winner
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the group was tested against the best."""
+        return not math.isnan(self.p)
+
+    @property
+    def _winner(self) -> int:
+        """1 if the group is significantly better than the best, -1 if it is significantly worse, else 0."""
+        if self.difference is None or not self.p < ALPHA:
+            return 0
+        return -self.difference.sign if self.measure.is_loss else self.difference.sign
 
 
 @dataclass(frozen=True)
@@ -60,13 +78,15 @@ class Family:
     def not_worse(self) -> list[RunGroup]:
         """The best group and those that are not significantly worse; groups without a test are left out."""
         return [group for group in (self.best,) if group is not None] + [
-            comparison.group for comparison in self.comparisons if comparison.is_inconclusive
+            comparison.group
+            for comparison in self.comparisons
+            if comparison.is_tested and not comparison.is_worse
         ]
 
     @property
     def test(self) -> str:
         """Name of the test, with its number of pairs and the correction; empty without a test."""
-        differences = [pair.difference for pair in self.comparisons if pair.difference and pair.p == pair.p]
+        differences = [pair.difference for pair in self.comparisons if pair.difference and pair.is_tested]
         texts = list(dict.fromkeys(_name_test(pair) for pair in differences))
         correction_text = f", p corrected by Holm for all {self.pairs} pairs" if self.pairs > 1 else ""
         return f"{' or '.join(texts)}{correction_text}" if texts else ""
@@ -107,7 +127,7 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         [difference.p if difference else math.nan for difference in differences], pairs
     )
     comparisons = tuple(
-        ComparisonWithBest(group, difference, p)
+        ComparisonWithBest(group, difference, p, measure)
         for (group, _), difference, p in zip(ranked_results[1:], differences, corrected_p, strict=True)
     )
     return Family(experiment, text, measure, ranked_results, comparisons, pairs)
@@ -127,7 +147,7 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
                 "p_best_holm": comparison.p,
                 "paired_over": gap.pair_unit if gap else None,
                 "pairs": gap.n if gap else None,
-                "not_worse": int(comparison.group.label in labels) if comparison.p == comparison.p else None,
+                "not_worse": int(comparison.group.label in labels) if comparison.is_tested else None,
             }
         if family.best:
             columns[family.best.experiment, family.best.label] = {"not_worse": 1}

@@ -19,6 +19,7 @@ from ...results.measurements import Floats
 CONFIDENCE = 0.95  # confidence level of every interval of a report
 ALPHA = 1 - CONFIDENCE  # level of significance of corrected p-values
 RESAMPLES = 9999  # number of resamples in the bootstrap over clients
+EXACT_PAIRS = 200  # number of unequal pairs up to which Wilcoxon's test is exact
 PairUnit = Literal["seeds", "clients"]
 
 
@@ -31,6 +32,12 @@ class Difference(NamedTuple):
     p: float  # two-sided p-value; NaN with fewer than two pairs
     n: int  # number of pairs
     pair_unit: PairUnit  # kind of pairs
+
+    @property
+    def sign(self) -> int:
+        """Side of 0 on which the whole interval lies, or the mean if there is no interval: 1, -1, or 0 for neither."""
+        low, high = (self.mean, self.mean) if math.isnan(self.low) else (self.low, self.high)
+        return (low > 0) - (high < 0)
 
 
 def compare_over_seeds(differences: ArrayLike) -> Difference:
@@ -65,8 +72,8 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
 
     Returns:
         The comparison. Its interval is a percentile bootstrap of the mean with a generator of its own, so that equal
-        values give equal intervals. The p-value is from Wilcoxon's signed-rank test. Equal differences are treated as
-        in :func:`compare_over_seeds`.
+        values give equal intervals. The p-value is from Wilcoxon's signed-rank test, see :func:`signed_rank_p`. Equal
+        differences are treated as in :func:`compare_over_seeds`.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
@@ -75,13 +82,36 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
     if _is_constant(x):
         return _without_spread(x, "clients")
     # rounding must not separate equal differences, such as 0.3 - 0.2 and 0.2 - 0.1
-    p = float(stats.wilcoxon(np.round(x / np.abs(x).max(), 10)).pvalue)
+    p = signed_rank_p(np.round(x / np.abs(x).max(), 10))
     # at most a million values in memory at once, because a federation may have thousands of clients
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
         confidence_level=CONFIDENCE, random_state=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
     return Difference(mean, float(low), float(high), p, len(x), "clients")
+
+
+def signed_rank_p(differences: Floats) -> float:
+    """Compute the two-sided p-value of Wilcoxon's signed-rank test.
+
+    Args:
+        differences: difference of each pair, ``[pairs]``. Zeros are left out, and equal sizes share the mean of their ranks.
+
+    Returns:
+        Up to :data:`EXACT_PAIRS` differences that are not zero, the exact p-value over all choices of their signs; with more,
+        that of the normal approximation. With equal sizes and few pairs the approximation would be too small.
+    """
+    x = differences[differences != 0]
+    if len(x) > EXACT_PAIRS:
+        return float(stats.wilcoxon(x).pvalue)
+    # twice the ranks are whole numbers, also if ranks are shared
+    ranks = np.rint(2 * stats.rankdata(np.abs(x))).astype(int)
+    probabilities = np.ones(1)  # of each sum of the ranks with a positive sign
+    for rank in ranks:
+        probabilities = (np.pad(probabilities, (0, rank)) + np.pad(probabilities, (rank, 0))) / 2
+    positive = int(ranks[x > 0].sum())
+    # the distribution is symmetric
+    return min(1.0, 2.0 * float(probabilities[: min(positive, ranks.sum() - positive) + 1].sum()))
 
 
 def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]:
