@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlowrank import Federation
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.dataset import Dataset, Examples, normalize
 
@@ -36,6 +37,20 @@ def test_named_inputs_are_taken_together():
     assert part.x["mask"].shape == (1, 2)
     with pytest.raises(ConfigError, match="named ones"):
         normalize(Dataset("text", whole, None, ("a", "b")), "standard")
+
+
+def test_data_are_printed_by_their_shapes():
+    part = Examples(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+    assert repr(part) == "Examples(x=float32 [3, 2], y=int64 [3])"
+    assert repr(Dataset("toy", part, None, ("a", "b"), torch.zeros(3))).startswith(
+        f"Dataset(name='toy', train={part}, test=None, classes=2"
+    )
+    pairs = [(np.ones((100, 4)), np.arange(100) % 2)] * 3
+    made = Federation.from_arrays(pairs, lambda: torch.nn.Linear(4, 2))
+    assert repr(made) == (
+        "Federation(name='federation', clients=3, train=240, val=30, test=30, classes=2, models=model)"
+    )
+    assert "tensor(" not in repr(made.clients[0]) + repr(made.pack_images().clients[0].train.x)
 
 
 X, LABELS, IDS = torch.zeros(2, 2), torch.tensor([0, 0]), torch.zeros(2, 4, dtype=torch.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,16 @@ def test_bytes_are_scaled_alike_by_every_source(tmp_path: Path, flat: bool) -> N
     np.savez(tmp_path / "a.npz", x=x, y=Y)
     assert torch.equal(Arrays(str(tmp_path / "a.npz")).load().train.x, truth)
     for given in (x, torch.from_numpy(x), list(x)):
-        assert torch.equal(from_arrays(given), truth)
+        with pytest.warns(UserWarning, match="up to 248, .*float32'\\) / 255 ") if flat else nullcontext():
+            assert torch.equal(from_arrays(given), truth)
     datasets = pytest.importorskip("datasets")
     kinds = datasets.Features(
         {"image": datasets.Sequence(datasets.Value("uint8")), "label": datasets.Value("int64")}
     )
     if flat:
         part = datasets.Dataset.from_dict({"image": list(x), "label": Y}, features=kinds)
-        made = Federation.from_partitions([part], linear, features=["image"], val=0, test=0.5)
+        with pytest.warns(UserWarning, match="unsigned bytes up to 248"):
+            made = Federation.from_partitions([part], linear, features=["image"], val=0, test=0.5)
         seen = torch.cat([made.clients[0].train.x, made.clients[0].test.x])
         assert torch.equal(seen.sort(0).values, truth.sort(0).values)
 
@@ -172,13 +176,26 @@ def test_parts_of_different_scales_are_refused(tmp_path: Path) -> None:
         Federation.from_arrays([(ids, Y), (ids.astype(float), Y)], Words)
 
 
-def test_bytes_of_0_and_1_are_pointed_out(tmp_path: Path) -> None:
-    x = BYTES % 2
-    with pytest.warns(UserWarning, match="none is above 1") as said:
+@pytest.mark.parametrize("max_value", [1, 16, 63])
+def test_bytes_that_may_be_no_pixels_are_pointed_out(tmp_path: Path, max_value: int) -> None:
+    x = BYTES % (max_value + 1)
+    x[0, 0, 0, 0] = max_value
+    says = f"bytes up to {max_value}, .*float32'\\) to keep their values, or .* / {max_value} "
+    with pytest.warns(UserWarning, match=says) as said:
         from_arrays(x)
     assert len(said) == 1
     np.savez(tmp_path / "a.npz", x=x, y=Y)
-    assert any("none is above 1" in note for note in Arrays(str(tmp_path / "a.npz")).load().notes)
+    assert any(re.search(says, note) for note in Arrays(str(tmp_path / "a.npz")).load().notes)
+
+
+def test_predictions_refuse_bytes_beside_numbers_that_are_not_scaled() -> None:
+    result = simulate("fedavg", Federation.from_arrays([(BYTES.astype("float32"), Y)], linear), rounds=1)
+    model = linear()
+    model.load_state_dict(result.personal(0))
+    whole = torch.from_numpy(BYTES.astype("float32"))
+    torch.testing.assert_close(result.predict(0, BYTES.astype("float32")), model(whole).detach())
+    with pytest.raises(DataError, match=r"are unsigned bytes, .*trains on values from \d+ to 2\d\d"):
+        result.predict(0, BYTES)
 
 
 def test_an_embedding_that_gets_real_numbers_is_told_of_the_conversion() -> None:

@@ -73,6 +73,11 @@ class Examples:
             if tensor.ndim == 0 or count != self.y.shape[0]:
                 raise DataError(f"there are {len(self.y)} labels, but the {name} holds {count} examples.")
 
+    def __repr__(self) -> str:
+        inputs = self.x if isinstance(self.x, dict) else {"x": self.x}
+        arrays = ", ".join(f"{name}={describe_array(t)}" for name, t in (*inputs.items(), ("y", self.y)))
+        return f"Examples({arrays})"
+
     def __len__(self) -> int:
         return self.y.shape[0]
 
@@ -194,6 +199,12 @@ class Dataset:
                 raise DataError(f"{name}: training targets are {[*train]}, but test targets {[*test]}.")
         elif self.natural_test is not None:
             raise DataError(f"{name} has client ids for a test part, but no test part.")
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(name={self.name!r}, train={self.train}, test={self.test}, classes={len(self.classes)}, "
+            f"natural_clients={len(self.natural_names)})"
+        )
 
     @property
     def outputs(self) -> int:

@@ -17,6 +17,7 @@ from ..core.arguments.bounds import check_minimum
 from ..core.arguments.field_checks import check_arguments
 from ..core.contract import ClientInfo, Task
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
+from ..core.io.text import list_first
 from ..core.key import Key
 from ..core.learning.losses import AUTO, Loss, as_loss, class_axis
 from ..core.learning.preference_losses import REFERENCE
@@ -39,6 +40,7 @@ from .user_data.array_copies import ArrayCopies
 from .user_data.columns import Columns
 from .user_data.feature_names import FeatureNames, match_columns
 from .user_data.user_arrays import (
+    COLUMN_WARNING,
     TARGET_WARNINGS,
     find_label_warning,
     find_target_warning,
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 # number of examples hashed at a time: images stored as bytes become four times as large
 _HASH_ROWS = 4096
+_MAX_SHOWN_MODELS = 5
 
 
 class Companion(Protocol):
@@ -155,6 +158,16 @@ class Federation:
                 self._check_lookups()
             object.__setattr__(self, "remarks", remarks)
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(
+            f"{part}={sum(len(getattr(client, part)) for client in self.clients)}"
+            for part in ("train", "val", "test")
+        )
+        return (
+            f"Federation(name={self.name!r}, clients={len(self.clients)}, {sizes}, classes={len(self.classes)}, "
+            f"models={list_first(list(self.architectures), _MAX_SHOWN_MODELS)})"
+        )
+
     def _check_kind(self, examples: Examples, title: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
         predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.compares_texts
@@ -202,7 +215,8 @@ class Federation:
                 ) from error
             shape = list(scores.shape)
             prefix = f"{title}: model {name} makes {shape} of one example, but"
-            check_scores(self.loss, scores, examples, len(self.classes), prefix)
+            target_warning = next((note for note in self.notes if note in TARGET_WARNINGS), "")
+            check_scores(self.loss, scores, examples, len(self.classes), prefix, target_warning)
             if not scores.is_floating_point():
                 raise TaskError(
                     f"{title}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
@@ -473,8 +487,9 @@ class Federation:
                 give a dict of these under ``train`` and optionally ``val`` and ``test``, or a tuple ``(train, test)``
                 or ``(train, val, test)``. Arrays are tensors, numpy arrays, data frames or lists, and are copied; x
                 may be a dict of them, which the model gets as keyword arguments. Data frames are matched by the names
-                of their columns. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become
-                float32 and keep their values. Whole numbers stay int64 if the model looks them up: it accepts them,
+                of their columns. Rows of a pair are matched by position, and their indices must be equal. Arrays of
+                unsigned bytes are pixels and are divided by 255, with a warning if they may be no pixels; other inputs
+                become float32 and keep their values. Whole numbers stay int64 if the model looks them up: it accepts them,
                 and has an ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
                 whole numbers, booleans or text. Text is numbered in sorted order. Whole numbers stay unchanged if
                 each is an index of the model's scores or if the loss is a function of your own; otherwise they are
@@ -486,8 +501,8 @@ class Federation:
                 its hooks run then.
             client: column that names the client of each row, for one data frame.
             target: column of the labels (text, booleans, whole numbers) or of the real targets of data frames, or a
-                list of columns of real targets. For examples or clients that are dicts it is the key; by default
-                ``label``, ``labels``, ``target``, ``targets`` or ``y``.
+                list of columns, which are real targets whatever their types. For examples or clients that are dicts it is
+                the key; by default ``label``, ``labels``, ``target``, ``targets`` or ``y``.
             features: columns of data frames or keys of dicts that are the inputs; by default all others.
             split: column that names the part of each row of one data frame: ``train``, ``val`` or ``test``.
             head: dotted name of the submodule that is the head; see :class:`Architecture`. By default the
@@ -544,9 +559,11 @@ class Federation:
             if not choices:
                 raise
             raise TaskError(f"{error} {' '.join(choices)}") from error
+        is_column = target is not None and not isinstance(target, list | tuple)
+        column_warning = COLUMN_WARNING if is_column else ""
         warnings = [
             types.warning(),
-            find_target_warning([d.train.y for d in data]) if loss.kind == "auto" else None,
+            find_target_warning([d.train.y for d in data], column_warning) if loss.kind == "auto" else None,
             find_untested_warning(user_clients, data, test),
         ]
         if classes_given is None:

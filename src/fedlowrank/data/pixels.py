@@ -44,6 +44,9 @@ class Pixels:
             starts = starts.reshape(-1, *[1] * (self.codes.ndim - 2))
         object.__setattr__(self, "_row_starts", starts)
 
+    def __repr__(self) -> str:
+        return f"Pixels({describe_array(self)})"
+
     def __len__(self) -> int:
         return len(self.codes)
 

@@ -141,7 +141,9 @@ def _check_binary(loss: Loss, clients: Sequence[ClientData]) -> None:
                 )
 
 
-def check_scores(loss: Loss, scores: Tensor, examples: Examples, class_count: int, prefix: str) -> None:
+def check_scores(
+    loss: Loss, scores: Tensor, examples: Examples, class_count: int, prefix: str, target_warning: str = ""
+) -> None:
     """Raise TaskError if a model's scores of one example do not fit the targets.
 
     Args:
@@ -150,6 +152,7 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, class_count: in
         examples: examples whose targets have the expected form.
         class_count: number of classes.
         prefix: beginning of the message, which says what the model returns.
+        target_warning: warning of the targets, if there is one.
     """
     shape, y = list(scores.shape), examples.y
     dims = list(y.shape[1:])
@@ -157,7 +160,9 @@ def check_scores(loss: Loss, scores: Tensor, examples: Examples, class_count: in
         return
     if examples.is_regression:
         if shape != [1, *dims]:
-            raise TaskError(f"{prefix} its target is {[1, *dims]}")
+            raise TaskError(
+                f"{prefix} its target is {[1, *dims]}" + (f": {target_warning}" if target_warning else "")
+            )
         return
     if not examples.is_dense:
         if len(shape) != 2 or shape[0] != 1 or shape[1] < class_count:

@@ -1,5 +1,6 @@
 """CSV and Parquet tables become features, classes and clients; a file that does not fit is refused by name."""
 
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -78,6 +79,58 @@ def test_decimal_commas_are_numbers_or_an_error(tmp_path):
     file.write_text("\n".join(["dose,ward,y", *rows, "high,a,1"]))
     with pytest.raises(DataError, match=r"'high' in row 41 of the data is no number"):
         Csv(str(file), "y", decimal=",").load()
+
+
+def test_one_cell_of_text_does_not_make_categories_of_numbers(tmp_path):
+    file, rows = tmp_path / "t.csv", [f"{age},{age % 2 + 0.5},{'ab'[age % 2]}" for age in range(40)]
+
+    def write(row: str, path=file):
+        path.write_text("\n".join(["age,dose,y", *rows[:3], row, *rows[3:]]))
+
+    for text in ("?", "unknown"):
+        write(f"{text},0.5,a")
+        with pytest.raises(
+            DataError,
+            match=rf"t\.csv': the column 'age' holds numbers, but the value '{re.escape(text)}' in row 4 ",
+        ):
+            Csv(str(file), "y").load()
+        write(f"30,{text},a")
+        with pytest.raises(DataError, match=rf"'dose' .* '{re.escape(text)}' in row 4 .*'classification'"):
+            Csv(str(file), "dose").load()
+        assert text in Csv(str(file), "dose", features=("age",), task="classification").load().classes
+    # a placeholder does not count, however often; rows are numbered as in the file
+    file.write_text("age,dose,y\n1,,a\n2,1,a\n?,2,b\n?,3,b\n")
+    with pytest.raises(DataError, match=r"'age' .* '\?' in row 3 .*first of 2 such values"):
+        Csv(str(file), "y", missing="drop").load()
+    # as the message says: an empty cell, or categories with a letter
+    write(",0.5,a")
+    data = Csv(str(file), "y", missing="mean").load()
+    assert data.train.x[3].tolist() == pytest.approx([np.arange(40).mean(), 0.5])
+    file.write_text("\n".join(["code,y", *[f"c{n % 5},{'ab'[n % 2]}" for n in range(20)]]))
+    assert Csv(str(file), "y").load().train.x.shape == (20, 5)
+    # the training part decides for the test part
+    train = tmp_path / "train.csv"
+    train.write_text("\n".join(["age,dose,y", *rows]))
+    file.write_text("age,dose,y\nold,0.5,a\n")
+    with pytest.raises(DataError, match=r"t\.csv': the column 'age' .*'old' in row 1"):
+        Csv(str(train), "y", test=str(file)).load()
+    train.write_text("age,y\nold,a\n12,b\n")
+    file.write_text("age,y\n" + "12,a\n" * 20 + "old,b\n")
+    assert Csv(str(train), "y", test=str(file)).load().columns == ("age=12", "age=old")
+    # points beside a decimal comma
+    file.write_text("dose;y\n1.5;a\n2.5;b\n")
+    with pytest.raises(DataError, match=r"decimal point, such as '1\.5'.*data\.decimal = \"\.\""):
+        Csv(str(file), "y", decimal=",", separator=";").load()
+
+
+def test_a_column_without_a_name_is_no_feature(tmp_path):
+    frame = pandas.DataFrame({"age": [1, 2, 3], "y": ["a", "b", "a"]})
+    frame.to_csv(tmp_path / "t.csv")
+    with pytest.raises(DataError, match=r"the column 1 has no name\. .*index=False.*data\.features"):
+        Csv(str(tmp_path / "t.csv"), "y").load()
+    assert Csv(str(tmp_path / "t.csv"), "y", features=("age",)).load().columns == ("age",)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    assert Csv(str(tmp_path / "t.csv"), "y").load().columns == ("age",)
 
 
 def test_semicolons_between_cells(tmp_path):

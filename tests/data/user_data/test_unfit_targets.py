@@ -20,6 +20,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import DataError, TaskError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.datasets.csv_table import Csv
+from fedlowrank.data.user_data.user_arrays import TABLE_WARNING, TARGET_WARNINGS
 from fedlowrank.methods import FedAvg
 from fedlowrank.report.formats.page import write_report
 from fedlowrank.results.records import RunRecord
@@ -121,8 +122,37 @@ def test_files_tell_it_too(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X.numpy(), y=MULTI_HOT.numpy())
     assert any("several classes" in note for note in Arrays(str(tmp_path / "a.npz")).load().notes)
     (tmp_path / "a.csv").write_text("x,y\n1,0.0\n2,1.0\n3,0.0\n")
-    actual = Csv(str(tmp_path / "a.csv"), label="y", task="regression").load()
-    assert any("zeros and ones" in note for note in actual.notes)
+    actual = Csv(str(tmp_path / "a.csv"), label="y").load()
+    assert [note for note in actual.notes if note in TARGET_WARNINGS] == [TABLE_WARNING]
+    assert "y[:, 0]" not in TABLE_WARNING
+    for task in ("classification", "regression"):
+        chosen = Csv(str(tmp_path / "a.csv"), label="y", task=task).load()  # type: ignore[arg-type]
+        assert not set(chosen.notes) & {*TARGET_WARNINGS}
+    (tmp_path / "a.csv").write_text("x,y\n1,0.0\n2,1.0\n3,0.5\n")
+    assert not set(Csv(str(tmp_path / "a.csv"), label="y").load().notes) & {*TARGET_WARNINGS}
+
+
+def test_whole_numbers_in_a_column_of_real_numbers_are_pointed_out() -> None:
+    frame = pd.DataFrame({"site": ["n", "s"] * 6, "a": X[:, 0], "y": [1.0, 2.0, 3.0] * 4})
+    columns = {"client": "site", "target": "y"}
+    with pytest.warns(UserWarning, match=r"whole numbers .*regression.*astype\(int\).*target=\[") as actual:
+        federation = Federation.from_arrays(frame, nn.Linear(1, 1), **columns)
+    assert len(actual) == 1
+    assert not federation.with_loss("mse").notes
+    with pytest.raises(
+        TaskError, match=r"\[1, 3\] of one example, but its target is \[1, 1\]: .*astype\(int\)"
+    ):
+        Federation.from_arrays(frame, nn.Linear(1, 3), **columns)
+    # what the warning names: classes, or a declared regression; other numbers are no classes
+    classes = Federation.from_arrays(
+        frame.astype({"y": int}), nn.Linear(1, 4), **columns, classes=["", "a", "b", "c"]
+    )
+    assert sorted(classes.clients[0].train.y.unique().tolist()) == [1, 2, 3]
+    Federation.from_arrays(frame, nn.Linear(1, 1), client="site", target=["y"])
+    for y in (frame.y + 0.5, [7.0] * 12):
+        Federation.from_arrays(frame.assign(y=y), nn.Linear(1, 1), **columns)
+    many = pd.DataFrame({"site": ["n"] * 200, "a": 0.5, "y": np.arange(200.0)})
+    Federation.from_arrays(many, nn.Linear(1, 1), **columns)
 
 
 @pytest.mark.full
@@ -276,10 +306,11 @@ def test_a_model_may_look_up_what_it_computes_of_the_inputs() -> None:
     assert len(Federation.from_arrays([(x, Y), (x, Y)], SumOfColumns()).clients) == 2
 
 
-@pytest.mark.parametrize("features", ["age", "ab", 3])
+@pytest.mark.parametrize("features", ["age", "ab", 3, {"age"}])
 def test_features_that_are_no_list_are_refused(features: Any) -> None:
     frame = pd.DataFrame({"client": [0, 1] * 6, "age": X[:, 0], "a": X[:, 1], "b": X[:, 2], "ill": Y})
-    with pytest.raises(DataError, match=rf"features= is a list of columns, such as \[{features!r}\]"):
+    example = re.escape(repr([*features] if isinstance(features, set) else [features]))
+    with pytest.raises(DataError, match=rf"features= is a list of columns, such as {example}"):
         Federation.from_arrays(frame, nn.Linear(2, 2), client="client", target="ill", features=features)
     arrays = {"age": X[:, :1], "a": X[:, 1:2], "label": Y}
     with pytest.raises(DataError, match="is a list of columns"):

@@ -48,6 +48,27 @@ def test_real_targets_without_a_width_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "empty", [(np.zeros((0, 4)), np.zeros(0)), ([], []), (torch.zeros(0, 4), torch.zeros(0, 1))]
+)
+def test_a_part_without_examples_has_no_types(empty: Any) -> None:
+    full = np.ones((8, 4)), np.arange(8) % 2
+    for client in (empty, {"train": empty, "test": full}):
+        with pytest.raises(DataError, match=r"^client 1 has no training examples; leave it out$"):
+            Federation.from_arrays([full, client], nn.Linear(4, 2))
+    data = Federation.from_arrays([full, {"train": full, "test": empty}], nn.Linear(4, 2)).clients[1]
+    assert [len(data.train), len(data.val), len(data.test)] == [8, 0, 0]
+    with pytest.raises(DataError, match=r"client 1: .*0 labels, but the input holds 8"):
+        Federation.from_arrays([full, (full[0], full[1][:0])], nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("classes", [{"b", "c", "a"}, {"b": 1, "c": 2, "a": 0}])
+def test_classes_without_an_order_are_refused(classes: Any) -> None:
+    pair = np.ones((8, 4)), np.arange(8) % 2
+    with pytest.raises(ConfigError, match=r"a list is needed, such as \['a', 'b', 'c'\]"):
+        Federation.from_arrays([pair], nn.Linear(4, 3), classes=classes)
+
+
 def test_one_hot_targets_are_said_to_make_a_regression() -> None:
     with pytest.warns(UserWarning, match=r"one-hot.*regression.*y\.argmax\(1\)") as said:
         made = federation(ONE_HOT.float())

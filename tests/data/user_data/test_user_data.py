@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -455,7 +456,8 @@ def test_what_becomes_of_whole_numbers_is_said_once(caplog: pytest.LogCaptureFix
             (np.uint8, linear, "from uint8 to float32 and divided by 255, for unsigned bytes are pixels"),
         ):
             caplog.clear()
-            made = make([(tokens.astype(kind), Y), (tokens.astype(kind), Y)], model)
+            with pytest.warns(UserWarning, match="bytes up to 7") if kind is np.uint8 else nullcontext():
+                made = make([(tokens.astype(kind), Y), (tokens.astype(kind), Y)], model)
             (text,) = [m for m in caplog.messages if "converted" in m]
             assert says in text
             assert text in made.choices
@@ -532,6 +534,8 @@ def test_other_columns_of_a_data_frame() -> None:
         np.stack([X[::2, 0], np.arange(0, 12, 2)], 1),
         np.unique(WORDS, return_inverse=True)[1][::2],
     )
+    one = make(table(y=Y), lambda: nn.Linear(2, 1), client="site", target=["y"])
+    np.testing.assert_array_equal(in_order(one, 1).y.numpy(), Y[::3, None].astype("float32"))
     two = make(table(y=Y), lambda: nn.Linear(1, 2), client="site", target=["a", "b"], features=["y"])
     np.testing.assert_array_equal(in_order(two, 1).y.numpy(), np.stack([X[::3, 0], np.arange(0, 12, 3)], 1))
     parts = make(table(part=["train"] * 6 + ["val"] * 3 + ["test"] * 3), split="part", **FRAME)
@@ -560,6 +564,9 @@ def test_other_columns_of_a_data_frame() -> None:
         ({}, {**FRAME, "features": ["a", "y"]}, r"features must be columns besides"),
         ({}, {**FRAME, "split": "part"}, r"none is 'part'"),
         ({"ward": ["u", "v"] * 6}, FRAME, r"\(n\): the column 'ward' holds no numbers .*get_dummies\(frame, columns=\['ward'\]"),
+        ({"b": ["1"] * 6 + ["?"] + ["2.5"] * 5}, FRAME, r"\(n\): the column 'b' .*to_numeric"),
+        ({"b": ["1", 2, 3, "?"] * 3}, FRAME, r"\(n\): .* but '\?' in row 107 is none\. Correct it and .*to_numeric"),
+        ({"Unnamed: 0": range(12)}, FRAME, r"'Unnamed: 0', which has no name .*index=False.*features="),
         ({"b": [np.nan] + [1.0] * 11}, FRAME, r"client 1 \(s\): the column 'b' has 1 empty cell, first in row 100.*dropna"),
         ({"b": [np.inf] + [1.0] * 11}, FRAME, r"client 1 \(s\): the column 'b' holds an infinity, first in row 100"),
         ({"y": [None, *WORDS[1:]]}, FRAME, r"client 1 \(s\): the target 'y' has 1 empty cell, first in row 100"),
@@ -652,6 +659,32 @@ def test_the_head_of_a_regression_and_of_several_models() -> None:
     assert [a.head_name for a in made.architectures.values()] == ["1", None]
     named = make([(X, Y)], nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)), head="2")
     assert not named.choices
+
+
+def test_rows_of_a_pair_have_one_index() -> None:
+    pandas = pytest.importorskip("pandas")
+    x, y = pandas.DataFrame(X, columns=list("abcd")[: X.shape[1]]), pandas.Series(Y)
+    order = np.arange(12)[::-1]
+    for inputs in (x.iloc[order], {"x": x.iloc[order]}, {"train": (x.iloc[order], y)}):
+        client = inputs if isinstance(inputs, dict) and "train" in inputs else (inputs, y)
+        with pytest.raises(
+            DataError, match=r"have other indices: row 0 .* has 11 and 0\..*y\.loc\[x\.index\]"
+        ):
+            make([client])
+    with pytest.raises(DataError, match=r"have other indices: row 0 .* has 100 and 200"):
+        make([(x.set_index(np.arange(100, 112)), y.set_axis(np.arange(200, 212)))])
+    with pytest.raises(DataError, match="client 0: its DataFrame has the column 'Unnamed: 0'"):
+        make([(x.rename(columns={"a": "Unnamed: 0"}), y)])
+    expected = make([(X[order], Y[order])]).clients[0].train
+    # rows that are put together, the same order in arrays, and a new index that only numbers the rows
+    for pair in (
+        (x.iloc[order], y.loc[x.index[order]]),
+        (x.iloc[order], Y[order]),
+        (pandas.DataFrame(X[order]), y.iloc[order].set_axis(np.arange(100, 112))),
+    ):
+        actual = make([pair]).clients[0].train
+        assert torch.equal(actual.inputs, expected.inputs)  # type: ignore[arg-type]
+        assert torch.equal(actual.y, expected.y)
 
 
 def test_clients_of_one_name_in_a_data_frame() -> None:

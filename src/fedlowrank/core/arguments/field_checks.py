@@ -9,7 +9,7 @@ import inspect
 import os
 import typing
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -283,7 +283,8 @@ def _fit_list(origin: Any, inner: Sequence[Any], value: Any) -> Any:
         # an array or a tensor
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
-        raise _WrongValueError(f": a list is needed, such as [{value!r}]; it is {_show(value)}")
+        example = sorted(value, key=str) if isinstance(value, Set | Mapping) else [value]
+        raise _WrongValueError(f": a list is needed, such as {example!r}; it is {_show(value)}")
     if not isinstance(value, Sequence):
         value = list(value)
     if origin is tuple and Ellipsis not in inner:
@@ -348,6 +349,8 @@ def _unknown(
 ) -> str:
     """Write the message about an unknown argument: it suggests one with a similar name, or settings that have the argument."""
     mistake = f"{owner} has no argument {name!r}"
+    if numbered_fields := find_numbered(name, value, known_names):
+        return f"{mistake}. Write {', '.join(f'{n}={_show(v)}' for n, v in numbered_fields.items())}"
     if difflib.get_close_matches(name, known_names, n=1, cutoff=0.75):
         return f"{mistake}. {did_you_mean(name, known_names)}"
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if cls is not None else {}
@@ -362,6 +365,19 @@ def _unknown(
         if suggestion := _find_deeper(hints, defaults, name, value_text, depth):
             return f"{mistake}. Did you mean {suggestion}?"
     return f"{mistake}. {did_you_mean(name, known_names)}"
+
+
+def find_numbered(name: str, value: Any, known_names: Collection[str]) -> dict[str, Any]:
+    """Find the numbered fields for the items of a list, such as ``beta1`` and ``beta2`` for ``betas``; empty if there are none.
+
+    Args:
+        name: unknown name.
+        value: value that the user gave it.
+        known_names: names of all fields.
+    """
+    items = value if isinstance(value, (tuple, list)) else ()
+    fields = {f"{name.removesuffix('s')}{number}": item for number, item in enumerate(items, 1)}
+    return fields if fields.keys() <= set(known_names) else {}
 
 
 def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -> str | None:

@@ -20,21 +20,19 @@ from ...core.io.text import explain_encoding, list_first
 from ..dataset import Dataset, Examples, WideColumn
 from ..download.data_files import check_file, expand_path
 from ..input_types import are_rounded, warn_of_rounding
-from ..user_data.user_arrays import find_target_warning
+from ..user_data.columns import are_mostly_numbers, find_text, find_unnamed
+from ..user_data.user_arrays import TABLE_WARNING, are_whole_classes
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _MAX_CATEGORIES = 100
 _MISSING_CATEGORY = "missing"
-# share of comma numbers in a text column from which they are treated as numbers that pandas could not read
-_MIN_NUMBER_SHARE = 0.9
-_COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
 _THOUSANDS = re.compile(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d{1,3})\s*")
 _MAX_NAMES = 12
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TableDataset(Dataset):
     """A data set from a table.
 
@@ -50,16 +48,16 @@ class Csv(CheckedFields):
     """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
 
     Numbers stay unchanged (``data.normalize`` scales them); a text column becomes a 0/1 feature for each of its
-    values.
+    values. Text in a column of which at least 90 % are numbers is an error.
 
     Attributes:
         path: path of the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
         label: column of the targets. Text, booleans and whole numbers are classes, in sorted order; real numbers are
-            a regression.
+            a regression, with a note if all are whole, such as 1.0.
         client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None. It is read
             as text: 1 and 01 are two clients.
         features: columns of the inputs, in this order; by default all but the label and the client, in the order of
-            the file.
+            the file. All must have names then.
         test: path of a file with the test part, with the same columns, or None.
         classes: names of the classes in the order of their numbers; by default the sorted values of the label. Set it
             if each client of a network reads its own file, which may lack a class.
@@ -115,8 +113,8 @@ class Csv(CheckedFields):
             client_numbers, client_names = _number_clients([table[self.client] for table in tables])
             natural_clients = [*client_numbers, None]
         train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
-        if warning := find_target_warning([train.y]):
-            notes += (warning,)
+        if self.task == "auto" and are_whole_classes([train.y]):
+            notes += (TABLE_WARNING,)
         name = Path(self.path).name.split(".")[0]
         test_part = test[0] if test else None
         return TableDataset(
@@ -187,6 +185,12 @@ class Csv(CheckedFields):
             raise DataError(
                 f"{self.path!r}: features must be columns besides label and client, not {features}."
             )
+        if not self.features and (name := find_unnamed(features)) is not None:
+            number = list(map(str, table.columns)).index(name) + 1
+            raise DataError(
+                f"{self.path!r}: the column {number} has no name. If it holds the row numbers of DataFrame.to_csv, which can "
+                "reveal the label, write the table with index=False. Otherwise name it, or list the inputs in data.features."
+            )
         return features
 
     def _read(self, path: str) -> DataFrame:
@@ -253,8 +257,10 @@ class Csv(CheckedFields):
             filled_numbers = numbers if mean is None else [part.fillna(mean) for part in numbers]
             arrays = [part.to_numpy(dtype=np.float32, copy=True)[:, None] for part in filled_numbers]
             return [torch.from_numpy(array) for array in arrays], [name]
-        for part in parts:
-            self._refuse_decimal_commas(part)
+        self._refuse_text_among_numbers(
+            parts,
+            "Correct it, or leave the cell empty and set data.missing. If the values are categories, begin each with a letter",
+        )
         texts = [
             part.astype("object").where(part.notna(), _MISSING_CATEGORY).astype(str).to_numpy()
             for part in parts
@@ -279,8 +285,8 @@ class Csv(CheckedFields):
         is_real = any(part.dtype.kind == "f" for part in parts)
         if self.task == "classification" or (self.task == "auto" and not is_real):
             if self.task == "auto":
-                for part in parts:
-                    self._refuse_decimal_commas(part)
+                advice = "Correct it, or set data.task = 'classification' if the values are classes"
+                self._refuse_text_among_numbers(parts, advice)
             return self._number_classes(parts)
         if self.classes:
             raise DataError(
@@ -288,43 +294,59 @@ class Csv(CheckedFields):
                 "regression. Leave out data.classes, or set data.task to 'classification'."
             )
         if not all(_is_number(part) for part in parts):
-            for part in parts:
-                self._refuse_decimal_commas(part)
+            self._refuse_text_among_numbers(parts, "Correct it, or remove the row")
             raise DataError(f"{self.path!r}: a regression needs numbers in the column {self.label!r}.")
         for part in parts:
             warn_of_rounding(part.to_numpy(), f"the column {self.label!r} of {self.path!r}", "targets")
         return [torch.from_numpy(part.to_numpy(dtype=np.float32)[:, None].copy()) for part in parts], ()
 
-    def _refuse_decimal_commas(self, column: Series) -> None:
-        """Refuse a text column in which nearly all values are numbers with a decimal comma."""
-        if _is_number(column):
-            return
-        values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
-        self._refuse_thousands(column, [value for _, value in values])
-        invalid_values = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
-        numbers = [value for _, value in values if _COMMA_NUMBER.fullmatch(value)]
-        example = next((value for value in numbers if "," in value), None)
-        if example is None or len(numbers) < _MIN_NUMBER_SHARE * len(values):
-            return
-        is_parquet = self.path.endswith(".parquet")
-        advice = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
-        if invalid_values:
-            row, value = invalid_values[0]
-            advice = ("" if self.decimal == "," else f"{advice} ") + (
-                f"The value {value!r} in row {row} of the data is no number: correct it or leave it empty."
-            )
-        raise DataError(
-            f"{self.path!r}: the column {column.name!r} holds numbers with a decimal comma, such as "
-            f"{example!r}, which would become categories. {advice}"
-        )
+    def _refuse_text_among_numbers(self, parts: Sequence[Series], advice: str) -> None:
+        """Refuse a column of numbers in which a cell is text, or which has another decimal separator.
 
-    def _refuse_thousands(self, column: Series, values: Sequence[str]) -> None:
+        Args:
+            parts: the column in the training part, which decides whether it holds numbers, and in the test part.
+            advice: what to do with a cell of text.
+        """
+        if all(_is_number(part) for part in parts):
+            return
+        cells = [part.dropna().astype(str) for part in parts]
+        name, values = parts[0].name, cells[0].tolist()
+        self._refuse_thousands(name, values)
+        decimals = (self.decimal, "," if self.decimal == "." else ".")
+        text_rows = {decimal: find_text(values, decimal) for decimal in decimals}
+        text_rows = {decimal: rows for decimal, rows in text_rows.items() if are_mostly_numbers(values, rows)}
+        if not text_rows:
+            return
+        decimal = min(text_rows, key=lambda decimal: len(text_rows[decimal]))
+        invalid_cells = [
+            (path, f"{part.iloc[i]!r} in row {part.index[i] + 1} of the data is no number")
+            for path, part in zip((self.path, self.test), cells, strict=False)
+            for i in find_text(part.tolist(), decimal)
+        ]
+        if decimal != self.decimal:
+            example = next(value for value in values if decimal in value)
+            kind = "comma" if decimal == "," else "point"
+            setting = f'Set data.decimal = "{decimal}" to read them as numbers.'
+            setting = "Write them as numbers." if self.path.endswith(".parquet") else setting
+            invalid_text = f" The value {invalid_cells[0][1]}. {advice}." if invalid_cells else ""
+            raise DataError(
+                f"{self.path!r}: the column {name!r} holds numbers with a decimal {kind}, such as {example!r}, which would "
+                f"become categories. {setting}{invalid_text}"
+            )
+        if invalid_cells:
+            path, text = invalid_cells[0]
+            count = f" (the first of {len(invalid_cells)} such values)" if len(invalid_cells) > 1 else ""
+            raise DataError(
+                f"{path!r}: the column {name!r} holds numbers, but the value {text}{count}. {advice}."
+            )
+
+    def _refuse_thousands(self, name: object, values: Sequence[str]) -> None:
         """Refuse a text column of whole numbers whose commas may be thousands separators."""
         example = next((value.strip() for value in values if "," in value), None)
         if example is None or not all(_THOUSANDS.fullmatch(value) for value in values):
             return
         raise DataError(
-            f"{self.path!r}: the column {column.name!r} holds numbers with a comma, such as {example!r}, which may be "
+            f"{self.path!r}: the column {name!r} holds numbers with a comma, such as {example!r}, which may be "
             f"{example.replace(',', '')} with a separator of thousands or {example.replace(',', '.', 1)} with a decimal comma. "
             'Write thousands without commas; set data.decimal = "," only if these are decimals.'
         )
@@ -389,7 +411,7 @@ def _find_wide_columns(tables: Sequence[DataFrame], columns: Sequence[str]) -> t
 
 def _drop_rows(table: DataFrame, features: Sequence[str]) -> DataFrame:
     """Remove the rows with an empty cell in a feature; refuse a table without other rows."""
-    rows = table.dropna(subset=list(features)).reset_index(drop=True)
+    rows = table.dropna(subset=list(features))
     if not len(rows):
         raise DataError(
             f"{table.attrs['path']!r}: every row has an empty cell in {list_first(list(map(repr, features)), _MAX_NAMES)}, so "
@@ -438,10 +460,6 @@ def _describe_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, .
     return tuple(notes)
 
 
-def _is_missing(value: object) -> bool:
-    return value is None or value != value
-
-
 def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
@@ -461,7 +479,8 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
     check_file(file)
     try:
         if extension == "parquet":
-            table = _convert_decimals(pandas.read_parquet(file))
+            # the index numbers the rows in messages
+            table = _convert_decimals(pandas.read_parquet(file).reset_index(drop=True))
         else:
             sep = _choose_separator(file.name, separator)
             with warnings.catch_warnings():

@@ -17,7 +17,7 @@ from ..arrays import convert_array, encode_clients, encode_labels, to_float32
 from ..dataset import Dataset, Examples
 from ..input_types import InputTypes
 from ..partitioning.checks import describe_array
-from ..user_data.user_arrays import find_target_warning
+from ..user_data.user_arrays import HUB_WARNING, find_target_warning
 from .hub import open_dataset
 from .images import ImageLosses, check_image_settings, stack_images
 
@@ -75,7 +75,7 @@ class HuggingFace(CheckedFields):
         natural_clients = [*client_numbers, None]
         name = Path(self.path).name or self.path
         test_part = test[0] if test else None
-        if warning := find_target_warning([train.y]):
+        if warning := find_target_warning([train.y], HUB_WARNING):
             notes = (*notes, warning)
         return Dataset(
             name,

@@ -9,7 +9,7 @@ from ...core.errors import DataError, did_you_mean, warn_user
 from ...core.key import Key
 from ...core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss
 from ..datasets.huggingface import HuggingFace
-from ..user_data.user_arrays import ArrayPair
+from ..user_data.user_arrays import HUB_WARNING, ArrayPair, are_whole_classes, find_target_warning
 
 _SPLITS = ("train", "val", "test")
 
@@ -52,6 +52,10 @@ def read_partitions(
     )
     learns_numbers = loss.kind in OF_REAL_TARGETS and loss.kind not in OF_LABELS
     examples, classes, notes = reader.read_parts(library, parts, learns_numbers=learns_numbers, key=key)
+    targets = [part.y for part in examples]
+    # from_arrays warns of zeros and ones
+    if loss.kind == "auto" and are_whole_classes(targets) and not find_target_warning(targets):
+        notes = (*notes, HUB_WARNING)
     for note in notes:
         warn_user(note)
     clients: list[Any] = [{} for _ in client_partitions]

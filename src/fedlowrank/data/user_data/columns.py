@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,17 @@ from ...core.errors import DataError, did_you_mean
 
 _TARGET_NAMES = ("label", "labels", "target", "targets", "y")
 """Names of columns that are recognized as targets if the user names none."""
+
+_MIN_NUMBER_SHARE = 0.9
+"""Share of numbers among the values of a text column from which it is a column of numbers with errors."""
+
+_NUMBERS = {
+    mark: re.compile(rf"\s*[+-]?(\d+[{mark}]?\d*|[{mark}]\d+)([eE][+-]?\d+)?\s*") for mark in (".", ",")
+}
+"""Numbers by their decimal separator."""
+
+_UNNAMED = re.compile(r"Unnamed: \d+")
+"""Name that pandas gives to a column without a name."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +41,10 @@ class Columns:
     split: Any = None
 
     def __post_init__(self) -> None:
-        features = self.features
-        if features is not None and (isinstance(features, str) or not isinstance(features, Iterable)):
-            raise DataError(f"features= is a list of columns, such as [{features!r}]; it is {features!r}")
+        features: Any = self.features
+        if features is not None and (isinstance(features, str | Set) or not isinstance(features, Iterable)):
+            example = sorted(features, key=str) if isinstance(features, Set) else [features]
+            raise DataError(f"features= is a list of columns, such as {example!r}; it is {features!r}")
 
     def choose(self, keys: Sequence[Any], prefix: str, description: str) -> tuple[Any, list[Any]]:
         """Choose the target and the inputs among the keys of a dict.
@@ -77,3 +90,25 @@ def check_columns(names: Sequence[Any], columns: Sequence[Hashable], prefix: str
     for name in names:
         if name not in columns:
             raise DataError(f"{prefix}, but none is {name!r}. {did_you_mean(str(name), map(str, columns))}")
+
+
+def find_unnamed(columns: Iterable[Any]) -> str | None:
+    """Find a column without a name, such as the row numbers that ``DataFrame.to_csv`` writes; None if all have names."""
+    return next((name for name in columns if isinstance(name, str) and _UNNAMED.fullmatch(name)), None)
+
+
+def find_text(values: Sequence[str], decimal: str = ".") -> list[int]:
+    """Find the values that are no numbers with this decimal separator; return their indices."""
+    return [i for i, value in enumerate(values) if not _NUMBERS[decimal].fullmatch(value)]
+
+
+def are_mostly_numbers(values: Sequence[str], text_rows: Sequence[int]) -> bool:
+    """Whether at least 90 % of the values of a column are numbers; values without a letter or digit do not count.
+
+    Args:
+        values: values of the column.
+        text_rows: indices of those that are no numbers.
+    """
+    number_count = len(values) - len(text_rows)
+    word_count = sum(any(map(str.isalnum, values[i])) for i in text_rows)
+    return number_count > 0 and number_count >= _MIN_NUMBER_SHARE * (number_count + word_count)

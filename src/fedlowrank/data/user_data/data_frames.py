@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ...core.contract.task import client_title
 from ...core.errors import DataError, did_you_mean
 from ...core.io.text import format_count
-from .columns import Columns, check_columns
+from .columns import Columns, are_mostly_numbers, check_columns, find_text, find_unnamed
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -45,7 +45,7 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
             "for each client, and target=..."
         )
     key_columns = [columns.client, *([] if columns.split is None else [columns.split])]
-    targets, features = _choose_columns(frame, columns, key_columns, "the DataFrame")
+    features = _choose_columns(frame, columns, key_columns, "the DataFrame")
     for name in key_columns:
         if empty_count := int(frame[name].isna().sum()):
             raise DataError(
@@ -64,7 +64,9 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
                 raise DataError(
                     f"{prefix}the column {columns.split!r} names no row 'train', only {sorted(parts)}"
                 )
-        pairs = {part: _take_pair(part_rows, targets, features, prefix) for part, part_rows in parts.items()}
+        pairs = {
+            part: _take_pair(part_rows, columns.target, features, prefix) for part, part_rows in parts.items()
+        }
         clients.append((str(key), pairs))
     if not clients:
         raise DataError("the DataFrame has no rows")
@@ -79,8 +81,8 @@ def read_frame_clients(frame: DataFrame, columns: Columns) -> list[tuple[str, di
 
 def read_frame_pair(frame: DataFrame, columns: Columns, title: str) -> tuple[Any, Any]:
     """Inputs (a data frame) and targets of one client's data frame; ``title`` names the client in messages."""
-    targets, features = _choose_columns(frame, columns, [], f"{title}: its DataFrame")
-    return _take_pair(frame, targets, features, f"{title}: ")
+    features = _choose_columns(frame, columns, [], f"{title}: its DataFrame")
+    return _take_pair(frame, columns.target, features, f"{title}: ")
 
 
 def convert_frame(frame: DataFrame, prefix: str = "") -> Any:
@@ -93,12 +95,62 @@ def convert_frame(frame: DataFrame, prefix: str = "") -> Any:
     return frame.to_numpy(dtype=np.int64 if all(kind in "iu" for kind in kinds) else np.float64)
 
 
-def _choose_columns(
-    frame: DataFrame, columns: Columns, key_columns: list[Any], title: str
-) -> tuple[list[Any], list[Any]]:
-    """Choose the columns of targets and of inputs."""
+def check_rows(x: Any, y: Any, title: str) -> None:
+    """Refuse a pair of inputs and targets whose pandas indices name other rows, and row numbers as an input.
+
+    Indices are ignored if one of them only numbers the rows and the other has other values, as after ``reset_index``.
+
+    Args:
+        x: inputs, or a dict of them.
+        y: targets.
+        title: description of the pair, with which the message begins.
+
+    Raises:
+        DataError: if the rows of two data frames or series may not belong together.
+    """
+    pandas = sys.modules.get("pandas")
+    if pandas is None:
+        return
+    inputs = {f"input {n!r}": value for n, value in x.items()} if isinstance(x, Mapping) else {"inputs": x}
+    for value in filter(is_frame, inputs.values()):
+        _refuse_unnamed(value.columns, f"{title}: its DataFrame", "leave it out: x.iloc[:, 1:]")
+    indices = {
+        name: value.index
+        for name, value in {**inputs, "targets": y}.items()
+        if isinstance(value, pandas.DataFrame | pandas.Series)
+    }
+    for name, index in list(indices.items())[1:]:
+        first_name, first_index = next(iter(indices.items()))
+        if len(index) != len(first_index) or index.equals(first_index):
+            continue
+        numbers_rows = any(pandas.RangeIndex(len(index)).equals(i) for i in (index, first_index))
+        if numbers_rows and not (index.isin(first_index).all() and first_index.isin(index).all()):
+            continue
+        row, first_value, value = next(
+            (row, repr(a), repr(b))
+            for row, (a, b) in enumerate(zip(first_index, index, strict=True))
+            if repr(a) != repr(b)
+        )
+        raise DataError(
+            f"{title}: its {first_name} and its {name} have other indices: row {row} (counted from 0) has {first_value} "
+            f"and {value}. Rows are paired by position. Put the rows with one index together: y.loc[x.index]; or, if "
+            "the order is right, give arrays: y.to_numpy()"
+        )
+
+
+def _refuse_unnamed(names: Sequence[Any], title: str, advice: str) -> None:
+    """Refuse the row numbers of a CSV file as an input."""
+    if (name := find_unnamed(names)) is not None:
+        raise DataError(
+            f"{title} has the column {name!r}, which has no name in its file. DataFrame.to_csv writes such row numbers without "
+            f"index=False, and as an input they can reveal the label. Read the file with index_col=0, or {advice}"
+        )
+
+
+def _choose_columns(frame: DataFrame, columns: Columns, key_columns: list[Any], title: str) -> list[Any]:
+    """Choose the columns of the inputs, and check that all columns exist."""
     column_names = [*frame.columns]
-    targets = [*columns.target] if isinstance(columns.target, list | tuple) else [columns.target]
+    targets = _list_targets(columns.target)
     required_names = [*key_columns, *targets, *(columns.features or ())]
     check_columns(required_names, column_names, f"{title} has the columns {column_names}")
     if duplicates := [name for name in column_names if column_names.count(name) > 1]:
@@ -106,14 +158,20 @@ def _choose_columns(
     features = [name for name in column_names if name not in (*key_columns, *targets)]
     if columns.features is not None:
         features = [*columns.features]
+    else:
+        _refuse_unnamed(features, title, "name the inputs: features=[...]")
     if not features or {*features} & {*key_columns, *targets}:
         raise DataError(f"{title}: features must be columns besides client, target and split, not {features}")
-    return targets, features
+    return features
 
 
-def _take_pair(
-    frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], prefix: str
-) -> tuple[Any, Any]:
+def _list_targets(target: Any) -> list[Any]:
+    return [*target] if isinstance(target, list | tuple) else [target]
+
+
+def _take_pair(frame: DataFrame, target: Any, features: Sequence[Any], prefix: str) -> tuple[Any, Any]:
+    """Take inputs and targets; a list of columns holds real targets, also if it has a single one."""
+    targets = _list_targets(target)
     for name in targets:
         if empty_count := int(frame[name].isna().sum()):
             raise DataError(
@@ -121,9 +179,9 @@ def _take_pair(
                 f"{_find_first_row(frame[name].isna())!r}. Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     x = frame[[*features]]
-    if len(targets) > 1:
+    if isinstance(target, list | tuple):
         return x, convert_frame(frame[[*targets]], prefix).astype(np.float64)
-    y = frame[targets[0]]
+    y = frame[target]
     if getattr(y.dtype, "numpy_dtype", y.dtype).kind == "f":
         return x, y.to_numpy(dtype=np.float64)[:, None]
     return x, y
@@ -176,8 +234,20 @@ def _advise_encoding(column: Series) -> str:
         return f"Make a small number of it, the same for all clients, such as days: {difference}.dt.total_seconds() / 86400"
     if column.dtype.kind == "m":
         return f"Make a number of it: frame[{column.name!r}].dt.total_seconds()"
-    if all(isinstance(value, int | float) for value in column.dropna()):
+    cells = column.dropna()
+    if all(isinstance(value, int | float) for value in cells):
         return f"Give it a type of numbers, frame[{column.name!r}].astype(float)"
+    texts = cells.astype(str)
+    text_rows = find_text(texts.tolist())
+    if are_mostly_numbers(texts.tolist(), text_rows):
+        conversion = f"frame[{column.name!r}] = pandas.to_numeric(frame[{column.name!r}])"
+        if not text_rows:
+            return f"Make numbers of it, {conversion}"
+        value = texts.iloc[text_rows[0]]
+        return (
+            f"Nearly all its cells are numbers, but {value!r} in row {_find_first_row(texts == value)!r} is none. Correct it and "
+            f"make numbers of the column, {conversion}"
+        )
     return (
         "Encode it in one frame of all clients, so that all get the same columns, frame = "
         f"pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"

@@ -42,9 +42,33 @@ BINARY_WARNING = (
     "classification set loss='bce', or give the number of each class, y[:, 0].long(), and a model with 2 outputs."
 )
 
-TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
+_WHOLE_TARGETS = (
+    "the targets are whole numbers that are stored as real numbers, such as 1.0, and are learnt as a regression with the "
+    "squared error."
+)
+
+COLUMN_WARNING = (
+    f"{_WHOLE_TARGETS} For a classification give whole numbers, frame[target].astype(int). For a regression name the column "
+    "in a list, target=[...]."
+)
+
+TABLE_WARNING = f"{_WHOLE_TARGETS} Set data.task to 'classification' or to 'regression'."
+
+HUB_WARNING = f"{_WHOLE_TARGETS} For a classification store whole numbers: dataset.cast_column(label, datasets.Value('int64'))."
+
+TARGET_WARNINGS = (
+    ONE_HOT_WARNING,
+    MULTI_HOT_WARNING,
+    BINARY_WARNING,
+    COLUMN_WARNING,
+    TABLE_WARNING,
+    HUB_WARNING,
+)
 """Warnings about targets that fit another loss better than the default."""
 
+
+_MAX_WHOLE_CLASSES = 100
+"""Largest number of different whole numbers that may be classes although they are stored as real numbers."""
 
 _MAX_SHOWN_CLIENTS = 5
 """Largest number of clients that a message lists."""
@@ -76,9 +100,11 @@ def make_client(
         DataError: if an array does not fit the others, or the client has no training examples.
     """
     title = user_client.title
-    parts = {part: make_examples(pair, title, types, part, loss) for part, pair in user_client.parts.items()}
-    if not len(parts["train" if "train" in parts else ""]):
+    # a part without examples has no types to check
+    pairs = {part: pair for part, pair in user_client.parts.items() if not _is_empty(pair)}
+    if "train" not in pairs and "" not in pairs:
         raise DataError(f"{title} has no training examples; leave it out")
+    parts = {part: make_examples(pair, title, types, part, loss) for part, pair in pairs.items()}
     if "train" in parts:
         parts = {
             part: _copy_shared(examples, user_client.parts[part], copies) for part, examples in parts.items()
@@ -94,6 +120,21 @@ def make_client(
     order = torch.randperm(n, generator=(key / "split" / client_id).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
+
+
+def _is_empty(pair: tuple[Any, Any]) -> bool:
+    """Whether neither the inputs nor the targets have an example."""
+    x, y = pair
+    return all(_has_no_rows(array) for array in (*(x.values() if isinstance(x, Mapping) else (x,)), y))
+
+
+def _has_no_rows(array: Any) -> bool:
+    shape = getattr(array, "shape", None)
+    return (
+        len(shape) > 0 and shape[0] == 0
+        if shape is not None
+        else isinstance(array, list | tuple) and not array
+    )
 
 
 def _copy_shared(examples: Examples, pair: tuple[Any, Any], copies: ArrayCopies) -> Examples:
@@ -346,11 +387,29 @@ def is_one_hot(y: Tensor) -> bool:
     return bool(((y == 0) | (y == 1)).all()) and bool((y.sum(1) == 1).all())
 
 
-def find_target_warning(parts: Sequence[Tensor]) -> str | None:
-    """Warn of real targets [n, d] of all clients that mean classes; None if they do not."""
+def are_whole_classes(parts: Sequence[Tensor]) -> bool:
+    """Whether the real targets [n, 1] of all clients are whole numbers, few enough to be classes."""
+    parts = [y for y in parts if len(y)]
+    if not parts or not all(y.is_floating_point() and y.shape[1:] == (1,) for y in parts):
+        return False
+    if not all(bool((y == y.round()).all()) for y in parts):
+        return False
+    return 1 < len({value for y in parts for value in y.unique().tolist()}) <= _MAX_WHOLE_CLASSES
+
+
+def find_target_warning(parts: Sequence[Tensor], column_warning: str = "") -> str | None:
+    """Warn of real targets [n, d] of all clients that mean classes; None if they do not.
+
+    Args:
+        parts: targets of all clients.
+        column_warning: warning of whole numbers, if the targets are a column of single numbers. Its name alone does not
+            say whether the task is a regression; the shape [n, 1] of an array does.
+    """
     parts = [y for y in parts if len(y)]
     if not parts or not parts[0].is_floating_point():
         return None
+    if column_warning and are_whole_classes(parts):
+        return column_warning
     if all(is_one_hot(y) for y in parts):
         return ONE_HOT_WARNING
     is_binary = all(bool(((y == 0) | (y == 1)).all()) for y in parts)

@@ -12,7 +12,7 @@ from ...core.contract.task import client_title
 from ...core.errors import DataError
 from ...core.key import Key
 from .columns import Columns
-from .data_frames import SPLITS, is_frame, read_frame_clients, read_frame_pair
+from .data_frames import SPLITS, check_rows, is_frame, read_frame_clients, read_frame_pair
 from .torch_datasets import is_torch_data, read_dataset
 
 _TUPLE_PARTS = {2: ("train", "test"), 3: SPLITS}
@@ -156,10 +156,12 @@ def _read_pair(value: Any, title: str, columns: Columns, key: Key) -> tuple[Any,
     if isinstance(value, Mapping):
         target, features = columns.choose(list(value), f"{title}: ", "its dict has the keys")
         x = {name: value[name] for name in features}
+        check_rows(x, value[target], title)
         return (x if len(features) > 1 else x[features[0]]), value[target]
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise DataError(f"{title}: expected a pair (x, y) of arrays, not {_describe(value)}")
     columns.refuse(f"{title}: ", "are a pair (x, y)")
+    check_rows(value[0], value[1], title)
     return value[0], value[1]
 
 

@@ -16,7 +16,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.learning.losses import Loss
 from ...data.dataset import Examples, Inputs
 from ...data.federation import Federation
-from ...data.input_types import convert_inputs, convert_named_input
+from ...data.input_types import convert_inputs, convert_named_input, is_image
 from ...data.partitioning.checks import check_finite_values, describe_array
 from ...data.user_data.data_frames import is_frame
 from ...data.user_data.feature_names import order_columns
@@ -263,6 +263,8 @@ def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) 
             )
         for name, value in x.items():
             check_finite_values(f"the inputs {name!r}", value, tensors[name])
+            if is_image(tensors[name]):
+                _check_scale(train_examples.x[name], f"the inputs {name!r}", name, federation)
         count = len(next(iter(x.values())))
     else:
         numbers = _as_tensor(inputs, "the inputs", "", federation).to(device)
@@ -276,6 +278,8 @@ def _as_examples(inputs: Any, train_examples: Examples, federation: Federation) 
             expected_form = ", ".join(map(str, ["n", *train_examples.x.shape[1:]]))
             raise DataError(f"the inputs must have the shape [{expected_form}], not {[*x.shape]}")
         check_finite_values("the inputs", x, numbers)
+        if numbers.dtype == torch.uint8:
+            _check_scale(train_examples.inputs, "the inputs", "", federation)
         count = len(x)
     return Examples(
         x, torch.zeros(count, *train_examples.y.shape[1:], dtype=train_examples.y.dtype, device=device)
@@ -295,6 +299,19 @@ def _as_tensor(inputs: Any, title: str, name: str, federation: Federation) -> Te
                 "bytes, which are divided by 255. Give unsigned bytes, x.astype('uint8'), or values from 0 to 1"
             )
     return tensor
+
+
+def _check_scale(train_inputs: Inputs, title: str, name: str, federation: Federation) -> None:
+    """Refuse unsigned bytes, which are divided by 255, if the client trains on real numbers outside 0 to 1."""
+    assert isinstance(train_inputs, Tensor)
+    if name in federation.byte_inputs or train_inputs.dtype != torch.float32 or not train_inputs.numel():
+        return
+    low, high = map(float, train_inputs.aminmax())
+    if low < 0 or high > 1:
+        raise DataError(
+            f"{title} are unsigned bytes, which are divided by 255, but the client trains on values from {low:g} to {high:g}. "
+            "Give x.astype('float32'), on the scale of these"
+        )
 
 
 def _counted_examples(examples: Examples, loss: Loss) -> Any:
