@@ -109,7 +109,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Low-rank matrices",
         "Matrices as factors. Nothing here is federated.",
         [
-            *_names("linalg.pair", "Pair zero_pad_pair truncate_pair"),
+            *_names("linalg.pair", "Pair zero_pad_pair keep_first_components"),
             *_names("linalg.factored", "Factored truncate_svd compress_update decompress_update"),
             *_names(
                 "linalg.delta",

@@ -70,7 +70,7 @@ def test_names_of_shared_weights_and_of_lora_factors() -> None:
     with pytest.raises(TaskError, match=r"'b.weight', which the module shares with 'a.weight'"):
         deploy(tied, {"b.weight": w})
     adapted: Any = add_lora(nn.Sequential(nn.Linear(4, 3)), 2)
-    state = {n: torch.randn_like(t) for n, t in adapted.state_dict().items()}
+    state = adapted.state_dict() | {n: torch.randn_like(t) for n, t in adapted.named_parameters()}
     layer: Any = deploy(adapted, state)[0]  # type: ignore[index]
     expected = state["0.weight"].double() + state["0.lora_B"].double() @ state["0.lora_A"].double()
     torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-5, atol=1e-5)
@@ -91,3 +91,11 @@ def test_a_loaded_convolution_has_the_same_strides_and_bits(kind: Any, rank: int
     x = randn(2, 8, *(11, 12)[:n])
     with torch.no_grad():
         assert torch.equal(made(x), loaded(x))
+
+
+def test_complex_weights_are_dense() -> None:
+    layer = nn.Linear(6, 5, dtype=torch.complex64)
+    w = layer.weight.detach() * (torch.rand(5, 6) < 0.1)
+    made, x = deploy(layer, {"weight": w}), randn(3, 6).to(torch.complex64)
+    assert type(made) is nn.Linear
+    torch.testing.assert_close(made(x), x @ w.T + layer.bias.detach())

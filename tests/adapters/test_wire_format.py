@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedlowrank.adapters.wire_format import Quantized, Rounded, WireType, pack_factors, unpack_factors
 from fedlowrank.core import tree
-from fedlowrank.core.errors import TaskError
+from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.pair import Pair
 
 entries = st.one_of(
@@ -137,3 +137,13 @@ def test_values_that_do_not_fit_are_refused_by_name() -> None:
                 pack_factors({"x/y": Pair(good, b.mT)}, wire)
     with pytest.raises(TaskError, match="too large"):
         pack_factors({"w": Pair(good.double() * 1e200, good.mT)}, "int8")
+
+
+def test_rounding_beyond_the_type_of_the_factors_and_unknown_wires_are_refused() -> None:
+    # 65500 is a float16, and the nearest bfloat16 is 65536
+    pair = Pair(torch.full((2, 1), 65500.0, dtype=torch.float16), torch.ones(1, 2, dtype=torch.float16))
+    with pytest.raises(TaskError, match=r"B of the layer 'w' has values .* for their own type"):
+        pack_factors({"w": pair}, "bfloat16")
+    assert through(pair, "int8").b.isfinite().all()
+    with pytest.raises(ConfigError, match="'fp8' is no wire"):
+        pack_factors({"w": pair}, "fp8")  # type: ignore[arg-type]

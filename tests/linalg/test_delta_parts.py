@@ -197,3 +197,12 @@ def test_uploads_that_are_not_finite_are_refused_by_layer(form: DeltaForm, bad: 
     pair = Pair(b, torch.ones(2, 20))
     with pytest.raises(TaskError, match="'broken' is not finite"):
         update_deltas(state, {"fine": [(1.0, good(30, 2, 20))], "broken": [(1.0, pair)]})
+
+
+def test_columns_that_are_vectors_of_the_basis_are_completed() -> None:
+    eye = torch.eye(6, dtype=torch.float64)
+    basis, new = eye[None, :, [0, 2]], torch.stack([3 * eye[:, 0], eye[:, 2] - eye[:, 0], eye[:, 4]], 1)[None]
+    q, c = orthogonalize(basis, new)
+    whole = torch.cat([basis, q], -1)
+    torch.testing.assert_close(whole.mT @ whole, torch.eye(5, dtype=q.dtype)[None])
+    torch.testing.assert_close(whole @ c, new)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.delta import DeltaForm, initial_deltas, update_deltas
-from fedlowrank.linalg.factored import compress_update, rank_of_energy
-from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.factored import compress_update, compute_svd, rank_of_energy, truncate_svd
+from fedlowrank.linalg.pair import Pair, keep_first_components, zero_pad_pair
 from fedlowrank.linalg.svt import soft_threshold, threshold_all, threshold_dense, threshold_singular_values
 from fedlowrank.linalg.truncation import truncate_update
 from fedlowrank.methods.shared.effective_delta import Weighing
@@ -97,3 +97,25 @@ def test_factors_beyond_float32_are_refused() -> None:
     large = truncate_update(torch.diag(torch.tensor([1e60, 1e59], dtype=torch.float64)), 2)
     assert large.pair.b.isfinite().all()
     assert large.energy == pytest.approx(1.01e120)
+
+
+def test_factors_that_do_not_match_are_refused() -> None:
+    # B and A in the order of LoRA's names
+    pair = Pair(randn(2, 5), randn(4, 2))
+    for function in (truncate_update, keep_first_components, zero_pad_pair):
+        with pytest.raises(
+            TaskError, match=rf"{function.__name__}: B \[2, 5\] and A \[4, 2\] are no factors"
+        ):
+            function(pair, 1)
+    with pytest.raises(ConfigError, match="rank must be a whole number of at least 0; it is -1"):
+        keep_first_components(Pair(pair.a, pair.b), -1)
+    with pytest.raises(ConfigError, match="rank must be a whole number of at least 0; it is -1"):
+        truncate_svd(compute_svd(randn(4, 4)), -1)
+
+
+def test_other_types_and_algorithms_are_refused() -> None:
+    for w in (torch.ones(9, 9).long(), randn(9, 9, dtype=torch.complex64)):
+        with pytest.raises(TaskError, match="compress_update, of 'a', takes matrices"):
+            compress_update({"a": w}, 0.5)
+    with pytest.raises(ConfigError, match="'foo' is no algorithm"):
+        threshold_singular_values(randn(4, 3), 0.1, "foo")  # type: ignore[arg-type]

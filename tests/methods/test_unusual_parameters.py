@@ -14,6 +14,8 @@ from fedlowrank.adapters.state_dict import full_state_dict
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import (
+    GPGD,
+    LPGD,
     METHODS,
     SCAFFOLD,
     FedAvg,
@@ -225,3 +227,36 @@ def test_fedkd_of_half_precision() -> None:
         simulate(FedKD(optimizer=SGD(lr=0.1)), made, rounds=2).personal(0)["emb.weight"].dtype
         == torch.bfloat16
     )
+
+
+class ComplexLayer(nn.Module):
+    """A complex layer with a bias, which is stored as real numbers ``[8, 2]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(5, 8, dtype=torch.complex64), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x.to(torch.complex64)).abs())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedSLR(global_norm="sparse", lam=1.0, prox_step=0.1, optimizer=SGD(lr=1e-9)),
+        GPGD(norm="sparse", lam=1.0, prox_step=0.1, optimizer=SGD(lr=1e-9)),
+        LPGD(norm="sparse", lam=1e8, optimizer=SGD(lr=1e-9)),
+        FedSpa(density=0.4, optimizer=SGD(lr=1e-9)),
+    ],
+    ids=lambda m: m.title,
+)
+def test_a_complex_bias_is_a_vector(method: Any) -> None:
+    clients = [(torch.randn(6, 5), torch.arange(6) % 3) for _ in range(2)]
+    torch.manual_seed(0)
+    net = ComplexLayer()
+    state = simulate(method, Federation.from_arrays(clients, net, classes=3, seed=0), rounds=1).personal(
+        client=0
+    )
+    # the norm and the mask change weights alone
+    torch.testing.assert_close(state["layer.bias"], net.layer.bias.detach(), rtol=0, atol=1e-6)
+    assert not torch.allclose(state["layer.weight"], net.layer.weight.detach(), atol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedlowrank.adapters.deployment import deploy
+from fedlowrank.core.errors import TaskError
 from fedlowrank.models.architecture import Architecture
+from fedlowrank.models.fused_inference import without_fused_inference
 from fedlowrank.models.stateless import Stateless
 
 
@@ -108,3 +112,63 @@ def test_a_copy_of_a_model_leaves_out_its_own_head() -> None:
     expected = torch.relu(x @ made.initial["0.weight"].T + made.initial["0.bias"])
     for model in (made, twin):
         torch.testing.assert_close(model.represent(made.initial, x), expected)
+
+
+def test_evaluation_calls_the_layers_that_fused_inference_would_bypass() -> None:
+    peft = pytest.importorskip("peft")
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    wrapped: Any = peft.get_peft_model(
+        layer, peft.LoraConfig(r=2, lora_alpha=8, target_modules=["linear1", "linear2"])
+    )
+    model, x = Architecture("layer", wrapped, torch.zeros(1, 3, 8)), torch.randn(4, 3, 8)
+    params = {n: torch.randn_like(p) for n, p in model.initial.items()}
+    with torch.inference_mode():
+        actual = model.apply(params, x)
+    # in training mode PyTorch calls each layer
+    torch.testing.assert_close(actual, functional_call(wrapped.train(), params, (x,)))
+    assert torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(
+        TaskError, match=r"deploy: layer .*TransformerEncoderLayer\) has layers of PEFT.*merge_and_unload"
+    ):
+        deploy(wrapped, {})
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.encoder(x, src_key_padding_mask=x[..., 0] > 0)
+        return out.mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_model_of_pytorchs_own_layers_is_evaluated_as_pytorch_does() -> None:
+    # fused inference gives zeros at masked positions, over which this model takes the mean
+    module, x = _Masked().eval(), torch.randn(4, 5, 8)
+    x[..., 0] = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0])
+    x[0, :, 0] = -1.0
+    model = Architecture("masked", module, -torch.ones(1, 5, 8))
+    with torch.inference_mode():
+        torch.testing.assert_close(model.apply(model.initial, x), module.eval()(x))
+        assert not torch.allclose(module.train()(x), module.eval()(x))
+
+
+def test_the_setting_of_fused_inference_is_restored_after_the_last_block_of_all_threads() -> None:
+    is_open, may_close, settings = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with without_fused_inference():
+            is_open.set()
+            may_close.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_open.wait(10)
+    with without_fused_inference():
+        may_close.set()
+        thread.join()
+        settings.append(torch.backends.mha.get_fastpath_enabled())
+    assert [*settings, torch.backends.mha.get_fastpath_enabled()] == [False, True]

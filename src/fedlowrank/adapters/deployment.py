@@ -15,7 +15,6 @@ For the computation of thin layers and its cost see :mod:`fedlowrank.adapters.th
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import time
@@ -32,6 +31,7 @@ from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
+from ..models.module_copy import copy_module
 from .lora.lora_layers import merge_lora_
 from .thin_layers import (
     KINDS,
@@ -86,14 +86,14 @@ def deploy(
     """Copy a module for inference, with other parameters, each in its cheapest form.
 
     ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All other parameters are dense:
-    vectors, embeddings, layers of a subclass or with their own ``forward``, and weights that several modules share,
-    which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain layers with
-    the weight W + s·B A.
+    vectors, embeddings, complex weights, layers of a subclass or with their own ``forward``, and weights that several
+    modules share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain
+    layers with the weight W + s·B A.
 
     Args:
         module: module to copy, which is not changed; the copy is in evaluation mode and needs no gradient.
         weights: new parameters by name, and buffers that differ from the module's, such as the statistics of batch
-            normalizations; all others, such as frozen parameters, are those of the module.
+            normalizations; also a whole state dict. All others, such as frozen parameters, are those of the module.
         sparse: tensors to add to all or some of ``weights``, by name.
         layout: ``small`` for the form with the fewest bytes; or ``fast`` for that with the least work, measured by
             ``TRANSFER_COST`` and :data:`SPARSE`, in which no convolution with a sparse part is thin. Ties are
@@ -102,11 +102,13 @@ def deploy(
     Raises:
         ConfigError: if the layout is unknown.
         TaskError: if the module does not have a name, or a tensor, its factors or its sparse part differ from the
-            module's tensor in shape or type.
+            module's tensor in shape or type; or if PyTorch's fused inference would not call a layer of PEFT.
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
-    deployed = copy.deepcopy(module).eval().requires_grad_(False)
+    _refuse_bypassed_layers(module)
+    deployed = copy_module(module).eval().requires_grad_(False)
+    weights = _take_other_state(deployed, weights)
     _check_weights(deployed, weights, sparse or {})
     layers = _compressible_layers(deployed)
     for name, param in list(deployed.named_parameters()):
@@ -129,6 +131,30 @@ def deploy(
             buffer.data = copy_row_major(buffer_value, buffer.device)
     merge_lora_(deployed)
     return deployed
+
+
+def _take_other_state(module: nn.Module, weights: Weights) -> Weights:
+    """Load the entries of a state dict that are no parameters or buffers, such as the scale of LoRA; return the others."""
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    names = module.state_dict().keys() - {name for name, _ in tensors}
+    module.load_state_dict({n: w for n, w in weights.items() if n in names}, strict=False)
+    return {n: w for n, w in weights.items() if n not in names}
+
+
+def _refuse_bypassed_layers(module: nn.Module) -> None:
+    """Refuse layers of PEFT in ``nn.TransformerEncoderLayer``, which in evaluation reads their base weight."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(
+            hasattr(m, "base_layer") for m in layer.modules()
+        ):
+            raise TaskError(
+                f"deploy: layer {name or '(the module itself)'} ({type(layer).__name__}) has layers of PEFT. In evaluation "
+                "PyTorch's fused inference reads their base weights and ignores the factors. Load the state of "
+                "result.personal into the module and merge it with merge_and_unload()"
+            )
 
 
 def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
@@ -195,7 +221,10 @@ def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
     return {
         i: m
         for i, (name, m) in sole_owners.items()
-        if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
+        if name == "weight"
+        and type(m) in KINDS
+        and "forward" not in vars(m)
+        and not m.get_parameter("weight").is_complex()
     }
 
 
@@ -235,7 +264,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     if not is_intact or content["format"] != FORMAT:
         raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
     with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
-        deployed = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+        deployed = copy_module(module) if isinstance(module, nn.Module) else module()
     merge_lora_(deployed)
     deployed, modules = deployed.eval().requires_grad_(False), dict(deployed.named_modules())
     for name, shape in layers.items():

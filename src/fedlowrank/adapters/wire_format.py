@@ -7,12 +7,12 @@ receiver gets factors in the type of the sender's factors: a client trains in th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..core.errors import TaskError
+from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.tree import tree_dataclass
 from ..linalg.pair import Factors, Pair
 
@@ -83,11 +83,20 @@ def pack_factors(pairs: Mapping[str, Pair], wire: WireType) -> PackedFactors:
     Raises:
         TaskError: if a value is not finite, or too large for a lossy form, or if the type of factors is not in
             :data:`DTYPES`.
+        ConfigError: if the wire is unknown.
     """
+    if wire not in get_args(WireType):
+        raise ConfigError(f"{wire!r} is no wire. {did_you_mean(str(wire), get_args(WireType))}")
     if wire == "float32":
         return dict(pairs)
     pack = _round_pair if wire == "bfloat16" else _quantize_pair
-    return {name: pack(name, pair) for name, pair in pairs.items()}
+    packed_factors: PackedFactors = {name: pack(name, pair) for name, pair in pairs.items()}
+    for name, pair in unpack_factors(packed_factors).items():
+        # float16 has a smaller range than the lossy forms
+        for t, factor in ((pair.b, "B"), (pair.a, "A")):
+            if not bool(t.isfinite().all()):
+                raise _range_error(name, factor, wire)
+    return packed_factors
 
 
 def unpack_factors(packed_factors: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
@@ -120,11 +129,7 @@ def _dtype(name: str, pair: Pair) -> str:
 
 
 def _round_pair(name: str, pair: Pair) -> Pair | Rounded:
-    b, a = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16)
-    for t, factor in ((b, "B"), (a, "A")):
-        if not bool(t.isfinite().all()):
-            raise _range_error(name, factor, "bfloat16")
-    dtype = _dtype(name, pair)
+    b, a, dtype = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16), _dtype(name, pair)
     return Pair(b, a) if dtype == "bfloat16" else Rounded(b, a, dtype)
 
 
@@ -152,6 +157,7 @@ def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tenso
 
 def _range_error(name: str, factor: str, wire: str) -> TaskError:
     return TaskError(
-        f"{factor} of the layer {name!r} has values that are not finite, or too large for {wire}; lower "
+        f"{factor} of the layer {name!r} has values that are not finite, or too large for {wire} or for their own type "
+        "after rounding; lower "
         "the learning rate, clip the gradient, or set the wire to 'float32'."
     )

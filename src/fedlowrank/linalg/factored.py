@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..core.arguments.bounds import check_minimum
 from ..core.errors import ConfigError, TaskError
 from ..core.tree import Params, map_leaves, tree_dataclass, wide_type, widen
 
@@ -95,7 +96,8 @@ def compute_svd(w: Tensor) -> Factored:
 
 
 def truncate_svd(f: Factored, rank: int) -> Factored:
-    """Truncate to the best approximation of the given rank: the leading triplets."""
+    """Truncate to the best approximation of the given rank, at least 0: the leading triplets."""
+    rank = check_minimum("truncate_svd: rank", rank, 0)
     return Factored(f.u[:, :rank].contiguous(), f.s[:rank].contiguous(), f.v[:, :rank].contiguous())
 
 
@@ -140,7 +142,7 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
 
     Raises:
         ConfigError: if the energy is not above 0 and at most 1.
-        TaskError: if a weight that would be decomposed holds a NaN or an infinity.
+        TaskError: if a weight that would be decomposed holds a NaN or an infinity, or is complex or has integers.
     """
     if not 0 < energy <= 1:
         raise ConfigError(f"compress_update: energy must be above 0 and at most 1; it is {energy}")
@@ -149,6 +151,7 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
         out[name] = w
         if w.ndim >= 2 and energy < 1 and w.numel():
             matrix = w.reshape(w.shape[0], -1)
+            check_real_matrix(matrix, f"compress_update, of {name!r},")
             if not bool(matrix.isfinite().all()):
                 raise not_finite_error(w.shape)
             svd = compute_svd(matrix)

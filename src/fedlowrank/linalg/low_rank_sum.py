@@ -10,8 +10,8 @@ of such tall matrices take several times as long. A Gram matrix squares the cond
 has to produce well-conditioned columns, for which float32 is often enough. The second pass measures the result of
 the first pass in the dtype of the factors, and rejects it if it is too ill-conditioned. Then the first pass is
 repeated in that dtype, and as a last resort both passes are Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer.
-Math. 123, 2013). The orthonormal columns of the second pass are never formed: its triangular factor goes into the
-rotation at the end.
+Math. 123, 2013), or one QR of all columns where a new column depends on the others. The orthonormal columns of the
+second pass are never formed: its triangular factor goes into the rotation at the end.
 
 If the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed
 itself.
@@ -35,6 +35,8 @@ MAX_INVERSE_NORM_FLOAT32 = 1e4
 MIN_OUTSIDE_SHARE = 1e-4
 """Minimum share of their squared norms that new columns must have outside the old ones for a first pass in float32; in
 other dtypes, the bound on the rounding of a first pass."""
+MIN_SECOND_PASS = 0.5
+"""Minimum part of an orthonormal column that a second Gram-Schmidt pass must leave; two passes are then enough."""
 TRIANGLE_ROWS = 40
 """Number of rows of one triangular solve; the rest is a matrix product, which takes half the time."""
 ROW_GAP = 8
@@ -200,8 +202,8 @@ def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         columns: new columns ``[L, n, M]``, R + M ≤ n.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with columns = [basis Q]
-        C.
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis also where the columns depend on it, and C ``[L, R + M, M]``
+        with columns = [basis Q] C.
     """
     if basis.shape[-1] == 0:
         return _qr(columns)
@@ -209,7 +211,14 @@ def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     q, t = _qr(columns - basis @ coordinates)
     correction = basis.mT @ q
     q, t2 = _qr(q - basis @ correction)
-    return q, torch.cat([coordinates + correction @ t, t2 @ t], -2)
+    if bool((_diagonal(t2).abs() > MIN_SECOND_PASS).all()):
+        return q, torch.cat([coordinates + correction @ t, t2 @ t], -2)
+    # A new column lies in the span of the others up to rounding. A QR of all columns completes them: its first columns
+    # are the basis times the inverse of a triangle.
+    q, t = _qr(torch.cat([basis, columns], -1))
+    width = basis.shape[-1]
+    coordinates = torch.linalg.solve_triangular(t[:, :width, :width], t[:, :width, width:], upper=True)
+    return q[..., width:], torch.cat([coordinates, t[:, width:, width:]], -2)
 
 
 def _qr(a: Tensor) -> tuple[Tensor, Tensor]:

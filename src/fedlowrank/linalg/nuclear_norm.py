@@ -45,9 +45,18 @@ class PenalizedModel:
         return unpack_weights(self.weights, params)
 
 
-def penalized_names(params: Params, exclude: tuple[str, ...]) -> list[str]:
-    """List the names of the weights of two or more dimensions, except those excluded by their exact name."""
-    return [n for n, p in params.items() if p.ndim >= 2 and n not in exclude]
+def penalized_names(
+    params: Params, exclude: tuple[str, ...] = (), complex_names: Collection[str] = ()
+) -> list[str]:
+    """List the names of the weights that have two or more dimensions in their module.
+
+    Args:
+        params: parameters of the model.
+        exclude: exact names of parameters that are left out.
+        complex_names: names of the complex parameters. They are stored as real ones with a further dimension, which
+            does not count: a complex bias is a vector.
+    """
+    return [n for n, p in params.items() if p.ndim - (n in complex_names) >= 2 and n not in exclude]
 
 
 def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
@@ -68,16 +77,27 @@ def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tupl
         )
 
 
-def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedModel:
-    """Build a model before any prox; raises TaskError as :func:`check_exclude`."""
+def unpenalized_model(
+    params: Params, exclude: tuple[str, ...], complex_names: Collection[str] = ()
+) -> PenalizedModel:
+    """Build a model before any prox, with the weights of :func:`penalized_names`.
+
+    Raises:
+        TaskError: in the case of :func:`check_exclude`.
+    """
     check_exclude(params, exclude)
-    return PenalizedModel(
-        {**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized_names(params, exclude)}
-    )
+    shapes = {n: params[n].shape for n in penalized_names(params, exclude, complex_names)}
+    own_shapes = {n: shape[:-1] if n in complex_names else shape for n, shape in shapes.items()}
+    return PenalizedModel({**params}, {n: min(matrix_shape(shape)) for n, shape in own_shapes.items()})
 
 
 def apply_prox(
-    params: Params, c: float, norm: Norm, exclude: tuple[str, ...], reference: Params | None = None
+    params: Params,
+    c: float,
+    norm: Norm,
+    exclude: tuple[str, ...],
+    reference: Params | None = None,
+    complex_names: Collection[str] = (),
 ) -> PenalizedModel:
     """Apply the prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
 
@@ -87,12 +107,13 @@ def apply_prox(
         norm: norm that is penalized.
         exclude: exact names of parameters that are not penalized.
         reference: tensors by name, to whose types the result is rounded; None keeps the types of ``params``.
+        complex_names: names of the complex parameters, as in :func:`penalized_names`.
 
     Raises:
         TaskError: if a parameter holds a NaN or an infinity, or in the case of :func:`check_exclude`.
     """
     reference = params if reference is None else reference
-    start = unpenalized_model(cast_like(params, reference), exclude)
+    start = unpenalized_model(cast_like(params, reference), exclude, complex_names)
     if c == 0:
         return start
     if (path := not_finite(params)) is not None:
@@ -101,7 +122,7 @@ def apply_prox(
             "average. Lower the learning rate."
         )
     if norm == "sparse":
-        shrunk_params = cast_like(apply_prox_dense(params, c, norm, exclude), reference)
+        shrunk_params = cast_like(apply_prox_dense(params, c, norm, exclude, complex_names), reference)
         return PenalizedModel(
             {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk_params.items()}, start.ranks
         )
@@ -115,10 +136,12 @@ def apply_prox(
     return PenalizedModel({**start.weights, **packed_weights}, {n: f.rank for n, f in factors.items()})
 
 
-def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
+def apply_prox_dense(
+    params: Params, c: float, norm: Norm, exclude: tuple[str, ...], complex_names: Collection[str] = ()
+) -> Params:
     """Do :func:`apply_prox` without data-dependent shapes, for steps batched over clients."""
     out = dict(params)
-    for n in penalized_names(params, exclude):
+    for n in penalized_names(params, exclude, complex_names):
         p = params[n]
         out[n] = (
             soft_threshold(p, c)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.arguments.bounds import check_minimum
+from ..core.errors import TaskError
 from ..core.tree import tree_dataclass
 
 
@@ -36,6 +38,7 @@ Factors = dict[str, Pair]
 
 def zero_pad_pair(pair: Pair, rank: int) -> Pair:
     """Pad B with zero columns and A with zero rows up to a rank; the product is the same."""
+    check_factor_shapes(pair, "zero_pad_pair")
     padding = rank - pair.rank
     if padding <= 0:
         return pair
@@ -45,6 +48,32 @@ def zero_pad_pair(pair: Pair, rank: int) -> Pair:
     )
 
 
-def truncate_pair(pair: Pair, rank: int) -> Pair:
-    """Keep the first ``rank`` columns of B and rows of A."""
+def keep_first_components(pair: Pair, rank: int) -> Pair:
+    """Keep the first ``rank`` columns of B and rows of A, whatever their size.
+
+    The best approximation of the product is :func:`fedlowrank.linalg.truncation.truncate_update`.
+
+    Raises:
+        ConfigError: if the rank is not an integer of at least 0.
+        TaskError: if the sizes of B and A do not match.
+    """
+    check_factor_shapes(pair, "keep_first_components")
+    rank = check_minimum("keep_first_components: rank", rank, 0)
     return Pair(pair.b[:, :rank].contiguous(), pair.a[:rank].contiguous())
+
+
+def check_factor_shapes(pair: Pair, caller: str) -> None:
+    """Refuse two tensors that are no factors of one update.
+
+    Args:
+        pair: factors to check.
+        caller: name of the function that received them, for the message.
+
+    Raises:
+        TaskError: if they are not matrices ``[d, r]`` and ``[r, k]`` with the same r.
+    """
+    if pair.b.ndim != 2 or pair.a.ndim != 2 or pair.b.shape[1] != pair.a.shape[0]:
+        raise TaskError(
+            f"{caller}: B {[*pair.b.shape]} and A {[*pair.a.shape]} are no factors of an update B A; expected [d, r] and "
+            "[r, k]. The order is Pair(b, a)"
+        )

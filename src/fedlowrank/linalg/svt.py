@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, did_you_mean
 from .factored import canonical_signs, check_real_matrix, not_finite_error, thin_svd
 from .matricize import LowRank
 
@@ -60,7 +60,7 @@ def threshold_singular_values(w: Tensor, c: float, algorithm: Algorithm = "auto"
 
     Raises:
         ArithmeticError: if ``algorithm`` is ``gram`` and the cheap way is not safe.
-        ConfigError: if the threshold is negative or NaN.
+        ConfigError: if the threshold is negative or NaN, or the algorithm is unknown.
         TaskError: if ``w`` holds a NaN or an infinity, is not a matrix, or is complex or has integers.
     """
     return threshold_all([w], c, algorithm)[0]
@@ -69,6 +69,10 @@ def threshold_singular_values(w: Tensor, c: float, algorithm: Algorithm = "auto"
 def threshold_all(ws: Sequence[Tensor], c: float, algorithm: Algorithm = "auto") -> list[LowRank]:
     """Do :func:`threshold_singular_values` for many matrices; an accelerator batches those of the same shape."""
     _check_threshold(c)
+    if algorithm not in get_args(Algorithm):
+        raise ConfigError(
+            f"threshold_all: {algorithm!r} is no algorithm. {did_you_mean(str(algorithm), get_args(Algorithm))}"
+        )
     for w in ws:
         check_real_matrix(w, "threshold_all")
     groups: dict[object, list[int]] = {}

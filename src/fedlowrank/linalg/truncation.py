@@ -14,7 +14,7 @@ from ..core.errors import TaskError
 from .delta import split_svd
 from .factored import Factored, check_real_matrix, not_finite_error, thin_svd
 from .low_rank_sum import REAL
-from .pair import Pair
+from .pair import Pair, check_factor_shapes
 from .randomized_svd import leading_triplets
 
 
@@ -48,7 +48,7 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
     Raises:
         ConfigError: if the rank is below 1.
         TaskError: if the update holds a NaN or an infinity, is not a matrix, or is complex, has integers, or has factors beyond
-            float32.
+            float32; or if the sizes of B and A do not match.
     """
     rank = check_minimum("rank", rank, 1)
     for w in (update.b, update.a) if isinstance(update, Pair) else (update,):
@@ -56,6 +56,7 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
         if not bool(w.isfinite().all()):
             raise not_finite_error(w.shape)
     if isinstance(update, Pair):
+        check_factor_shapes(update, "truncate_update")
         u, s, v = _decompose_product(update)
         lost_energy, energy = (float(t.square().sum()) for t in (s[rank:], s))
         u, s, v = u[:, :rank], s[:rank], v[:, :rank]

@@ -149,7 +149,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         initial = model.initial
         refuse_complex(self.title, model.complex, self.global_norm, self.exclude)
         refuse_complex(f"{self.title}, personal_norm = 'low_rank'", model.complex, self.personal_norm)
-        w = unpenalized_model(initial, self.exclude)
+        w = unpenalized_model(initial, self.exclude, model.complex)
         refuse_computed_weights(model.module, w.ranks, self.title)
         return ServerState(w, zeros_like(widen(initial)), {})
 
@@ -198,7 +198,8 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
 
     def server_update(self, server: ServerState, total: Total, view: ServerView) -> ServerState:
         """γ̄ moves by 1/M for each reply; w is the prox of the mean of the replies minus η_g γ̄."""
-        initial = view.task.common_model(self.title).initial
+        model = view.task.common_model(self.title)
+        initial = model.initial
         w, mean_w = widen(server.w.dense(initial)), total["w"]
         gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.prox_step)
         if not self.memory_efficient:
@@ -214,6 +215,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
             self.global_norm,
             self.exclude,
             initial,
+            model.complex,
         )
         warn_if_all_zero(self.title, server.w, new_w, view.round)
         return ServerState(new_w, gamma, gamma_by_client)

@@ -30,6 +30,7 @@ change that starts at zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
@@ -59,6 +60,7 @@ from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 from ..linalg.matricize import Sparse
+from ..linalg.nuclear_norm import penalized_names
 
 Masks = dict[str, Tensor]
 
@@ -79,21 +81,25 @@ class Upload:
     masks: Masks
 
 
-def layer_counts(params: Params, density: float) -> dict[str, int]:
+def layer_counts(params: Params, density: float, complex_names: Collection[str] = ()) -> dict[str, int]:
     """Count the active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities.
 
-    A weight without entries has no mask.
+    A weight without entries has no mask. Complex parameters, given by their names, have one dimension more than in
+    their module.
     """
-    weights, counts = {n: p for n, p in params.items() if p.ndim >= 2 and p.numel()}, {}
-    vectors = sum(p.numel() for p in params.values() if p.ndim < 2)
+    names = penalized_names(params, complex_names=complex_names)
+    weights, counts = {n: params[n] for n in names if params[n].numel()}, {}
+    # a complex entry is two real ones
+    sizes = {n: 2 * sum(p.shape[:-1]) if n in complex_names else sum(p.shape) for n, p in weights.items()}
+    vectors = sum(p.numel() for n, p in params.items() if n not in names)
     budget = density * sum(p.numel() for p in params.values()) - vectors
     if budget < len(weights):
         raise TaskError(
             f"at density {density} the dense vectors leave nothing for the weights; raise density"
         )
     # weights that are full at the smallest ε come first; the others share the entries that do not fit
-    for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
-        share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
+    for name in sorted(weights, key=lambda n: weights[n].numel() / sizes[n]):
+        share = sizes[name] / sum(size for n, size in sizes.items() if n not in counts)
         exact_count = min(budget * share, weights[name].numel())
         counts[name], budget = max(1, round(exact_count)), budget - exact_count
     return counts
@@ -165,13 +171,13 @@ class FedSpa(Method[ServerState, Masks, Params, Upload]):
         """w^0, and the same initial masks that the clients draw."""
         model = task.common_model(self.title)
         initial = model.initial
-        refuse_computed_weights(model.module, layer_counts(initial, self.density), self.title)
+        refuse_computed_weights(model.module, layer_counts(initial, self.density, model.complex), self.title)
         return ServerState(initial, {str(c.id): self.client_init(c, task) for c in task.clients})
 
     def client_init(self, client: ClientInfo, task: Task) -> Masks:
         """The mask m_k, random in every layer."""
-        initial, key = task.model(client).initial, task.key / "fedspa" / client.id
-        counts = layer_counts(initial, self.density)
+        model, key = task.model(client), task.key / "fedspa" / client.id
+        initial, counts = model.initial, layer_counts(model.initial, self.density, model.complex)
         order = {n: torch.randperm(initial[n].numel(), generator=(key / n).generator()) for n in counts}
         return {n: (o.reshape(initial[n].shape) < counts[n]).to(initial[n].device) for n, o in order.items()}
 

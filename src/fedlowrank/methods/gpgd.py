@@ -62,7 +62,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
         refuse_complex(self.title, model.complex, self.norm, self.exclude)
-        initial_model = unpenalized_model(model.initial, self.exclude)
+        initial_model = unpenalized_model(model.initial, self.exclude, model.complex)
         refuse_computed_weights(model.module, initial_model.ranks, self.title)
         return initial_model
 
@@ -83,8 +83,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
-        initial = view.task.common_model(self.title).initial
-        new_model = apply_prox(total, self.lam * self.prox_step, self.norm, self.exclude, initial)
+        model = view.task.common_model(self.title)
+        c = self.lam * self.prox_step
+        new_model = apply_prox(total, c, self.norm, self.exclude, model.initial, model.complex)
         warn_if_all_zero(self.title, server, new_model, view.round)
         return new_model
 

@@ -60,7 +60,8 @@ class LPGD(Method[Params, None, Params, Params]):
         model = task.common_model(self.title)
         check_exclude(model.initial, self.exclude)
         refuse_complex(self.title, model.complex, self.norm, self.exclude)
-        refuse_computed_weights(model.module, penalized_names(model.initial, self.exclude), self.title)
+        names = penalized_names(model.initial, self.exclude, model.complex)
+        refuse_computed_weights(model.module, names, self.title)
         return model.initial
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
@@ -71,7 +72,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
         def prox(theta: Params, lr: float) -> Params:
             step_size = compute_proximal_step_size(method.optimizer, lr)
-            return apply_prox_dense(theta, step_size * method.lam, method.norm, method.exclude)
+            return apply_prox_dense(theta, step_size * method.lam, method.norm, method.exclude, model.complex)
 
         return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 

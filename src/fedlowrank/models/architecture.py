@@ -19,6 +19,7 @@ from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
+from .module_copy import copy_module
 from .packed_weights import count_entries, is_packed
 from .placement import is_placed
 from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
@@ -520,7 +521,7 @@ class Architecture:
             # drawn on the CPU, so that all devices begin with the same numbers
             if self.factory is not None:
                 return self.factory()
-            module = copy.deepcopy(self.module).cpu()
+            module = copy_module(self.module).cpu()
             for layer in module.modules():
                 reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
                 if callable(reset):
@@ -651,7 +652,7 @@ class Architecture:
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
         model = copy.copy(self)
-        module = self.module if is_placed(self.module) else copy.deepcopy(self.module).to(device)
+        module = self.module if is_placed(self.module) else copy_module(self.module).to(device)
         model.module, model.cache, model._mode = module, {}, {}
         model._backward_slots, model.frozen = [], frozen_normalizations(model.module)
         model._code = model._function()

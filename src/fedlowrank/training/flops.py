@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.contract import EngineModel
+from ..models.fused_inference import without_fused_inference
 from .flop_formulas import FORMULAS, OF_LIBRARIES
 from .local_data import BatchSize
 
@@ -31,18 +33,18 @@ class FlopCounter(TorchDispatchMode):
         # the constructor has no type annotations in torch
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        self._fast_paths: list[bool] = []
+        self._blocks: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> FlopCounter:
-        # this path computes a whole layer of attention in evaluation by one operator, for which there is no formula
-        self._fast_paths.append(torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        # there is no formula for the operator of fused inference
+        self._blocks.append(without_fused_inference())
+        self._blocks[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.backends.mha.set_fastpath_enabled(self._fast_paths.pop())
+        self._blocks.pop().__exit__(None, None, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

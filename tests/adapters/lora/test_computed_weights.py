@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from fedlowrank import SGD, Federation, Floral, simulate
-from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.adapters.deployment import deploy
+from fedlowrank.adapters.lora.lora_layers import add_lora, merge_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import METHODS
 
@@ -153,3 +154,35 @@ def test_attention_and_layers_of_peft() -> None:
     wrapped = peft.get_peft_model(net("weight_norm"), config)
     with pytest.raises(TaskError, match=r"layer base_model\.model\.2\.base_layer \(Linear\) has the param"):
         run("fedit", federation(lambda: wrapped, None))
+
+
+@pytest.mark.parametrize("kind", ["old weight_norm", "old spectral_norm"])
+def test_a_module_is_copied_with_a_layer_whose_weight_a_hook_computes(kind: str) -> None:
+    module, x = net(kind), torch.randn(5, 4)
+    module(x)
+    module.eval()
+    copies = [
+        add_lora(module, 2, target_modules=["0"]),
+        merge_lora(module),
+        Floral(module, 1, 2, exclude=lambda name, _: name == "2").merge(),
+        deploy(module, {}),
+    ]
+    for copied in copies:
+        torch.testing.assert_close(copied.eval()(x), module(x))
+
+
+def test_an_lstm_that_shares_an_adapted_weight_is_copied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 16, bias=False)
+            self.out.weight = self.rnn.weight_ih_l0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.rnn(x)[0])
+
+    model, x = add_lora(Tied(), 2), torch.randn(2, 3, 4)
+    nn.init.normal_(model.get_parameter("out.lora_B"))
+    expected = model(x)
+    torch.testing.assert_close(merge_lora(model)(x), expected)
+    torch.testing.assert_close(deploy(model, {})(x), expected)

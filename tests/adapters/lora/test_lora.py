@@ -26,7 +26,7 @@ from fedlowrank.adapters.lora.lora_factors import (
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from fedlowrank.linalg.pair import Factors, Pair, keep_first_components, zero_pad_pair
 from fedlowrank.models.architecture import Architecture
 
 torch.set_num_threads(1)
@@ -350,7 +350,7 @@ def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: i
     wide = zero_pad_pair(pair, r + more)
     assert wide.rank == r + more
     torch.testing.assert_close(wide.dense(), pair.dense())
-    back = truncate_pair(wide, r)
+    back = keep_first_components(wide, r)
     assert torch.equal(back.b, pair.b)
     assert torch.equal(back.a, pair.a)
     assert zero_pad_pair(pair, max(r - 1, 0)) is pair

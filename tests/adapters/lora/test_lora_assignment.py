@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import fusion, parametrizations, spectral_norm
 
+from fedlowrank import Floral
+from fedlowrank.adapters.deployment import deploy
 from fedlowrank.adapters.lora.lora_layers import LoRALayer, add_lora, merge_lora
 from fedlowrank.core.errors import ConfigError, TaskError
 
@@ -248,3 +251,38 @@ def test_scales_patterns_and_weights_that_fit_nothing_are_refused() -> None:
             add_lora(nn.Sequential(empty, nn.Linear(3, 3)), 1, target_modules=["1"])[1],  # type: ignore[index]
             LoRALayer,
         )
+
+
+def test_a_state_of_another_scale_is_not_loaded() -> None:
+    base = nn.Sequential(nn.Linear(4, 3))
+    state, factors = adapted(base).state_dict(), ["0.lora_A", "0.lora_B"]
+    for other in (add_lora(base, 2), add_lora(base, 2, 4.0), add_lora(base, 2, 3.0, rslora=True)):
+        with pytest.raises(
+            RuntimeError, match=r"0\.lora_scale is 1\.5 in the state, but the layer has the scale"
+        ):
+            other.load_state_dict(state)
+    same, x = add_lora(base, 2, 3.0), randn(5, 4)
+    # after half precision, as a mean of clients, without the scale, and the factors alone
+    same.load_state_dict({n: t.half() for n, t in state.items()})
+    same.load_state_dict({n: (t + t + t) / 3 for n, t in state.items()})
+    same.load_state_dict({n: t for n, t in state.items() if "scale" not in n})
+    same.load_state_dict({n: state[n] for n in factors}, strict=False)
+    torch.testing.assert_close(same(x), by_hand(same[0], x))
+    assert base.load_state_dict(merge_lora(same).state_dict()).missing_keys == []
+    torch.testing.assert_close(functional_call(same, state, (x,)), same(x))
+
+
+def test_a_forward_that_has_captured_its_layer_is_not_copied() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3).double()), randn(5, 4)
+    forward = model[0].forward
+    model[0].forward = lambda z: 2 * forward(z)
+    for function in (
+        lambda: add_lora(model, 2),
+        lambda: Floral(model, 1, 2).merge(),
+        lambda: deploy(model, {}),
+    ):
+        with pytest.raises(TaskError, match=r"layer 0 \(Linear\) has a forward .* assign types.MethodType"):
+            function()
+    model[0].forward = types.MethodType(lambda layer, z: 2 * nn.Linear.forward(layer, z), model[0])
+    made = adapted(model)
+    torch.testing.assert_close(made(x), 2 * by_hand(made[0], x))

@@ -175,3 +175,49 @@ def test_ffa_refuses_an_embedding() -> None:
         TaskError, match="freezes A, which for an embedding begins at zero, so words would not learn"
     ):
         Run(FFALoRA(training=LoRATraining(rank=2)), federation, RunSettings(rounds=1), Sequential())
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "vera": ("VeraConfig", {"r": 2, "target_modules": ["fc"]}, "type VERA, not LORA"),
+    "ia3": ("IA3Config", {"target_modules": ["fc"], "feedforward_modules": []}, "type IA3"),
+    "oft": ("OFTConfig", {"oft_block_size": 2, "target_modules": ["fc"]}, "type OFT"),
+    "loha": ("LoHaConfig", {"r": 2, "target_modules": ["fc"]}, "type LOHA"),
+    "lokr": ("LoKrConfig", {"r": 2, "target_modules": ["fc"]}, "type LOKR"),
+    "adalora": (
+        "AdaLoraConfig",
+        {"target_modules": ["fc"], "total_step": 9, "tinit": 1, "tfinal": 1},
+        "type ADALORA",
+    ),
+    "dora": (
+        "LoraConfig",
+        {"target_modules": ["fc"], "use_dora": True},
+        "use_dora = True, but its magnitudes",
+    ),
+    "bias of B": ("LoraConfig", {"target_modules": ["fc"], "lora_bias": True}, "lora_bias = True"),
+    "parameter": (
+        "LoraConfig",
+        {"target_modules": ["fc"], "target_parameters": ["head.weight"]},
+        "target_parameters = ",
+    ),
+    "attention": (
+        "LoraConfig",
+        {"target_modules": ["attention"]},
+        r"attention \(MultiheadAttention\) has PEFT's adapter",
+    ),
+    "output": (
+        "LoraConfig",
+        {"target_modules": ["out_proj"]},
+        r"attention\.out_proj .* Leave the layer out of target_mod",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_an_adapter_that_is_no_update_of_the_weight_is_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    config, settings, message = OTHERS[kind]
+    module = Reader(40, 8, 8)
+    module.attention = nn.MultiheadAttention(8, 2)
+    wrapped = peft.get_peft_model(module, getattr(peft, config)(**settings))
+    with pytest.raises(TaskError, match=message):
+        find_lora(wrapped, None)

@@ -84,3 +84,9 @@ def test_a_list_is_no_predicate(argument: str) -> None:
         ConfigError, match=rf"Floral.{argument} must be a function.*lambda name, layer: name in"
     ):
         Floral(nn.Linear(3, 3), 1, 3, **{argument: ["0"]})  # type: ignore[arg-type]
+
+
+def test_a_word_is_no_route() -> None:
+    for call in (mixed().route, mixed().merge):
+        with pytest.raises(ConfigError, match="must be the index of a cluster or 3 shares; it is 'first'"):
+            call("first")

@@ -272,3 +272,29 @@ def test_an_error_in_the_base_leaves_no_hooks() -> None:
         model(draw_normal(1, 5, 2, 2))
     assert not any(m._forward_hooks for m in model.modules())
     assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m.parameters())
+
+
+def test_a_state_of_other_settings_is_not_loaded() -> None:
+    state = Floral(nn.Conv2d(2, 2, 3), 1, 2, alpha=2.0).state_dict()
+    others: dict[str, dict[str, Any]] = {
+        "alpha": {},
+        "construction": {"alpha": 2.0, "construction": "input"},
+        "router.temperature": {"alpha": 2.0, "router": Router(temperature=2.0)},
+        "router.top": {"alpha": 2.0, "router": Router(top=2)},
+    }
+    for name, settings in others.items():
+        with pytest.raises(ConfigError, match=f"is of a model with another {name} "):
+            Floral(nn.Conv2d(2, 2, 3), 1, 2, **settings).set_extra_state(state["_extra_state"])
+    Floral(nn.Conv2d(2, 2, 3), 1, 2, alpha=2.0).load_state_dict(state)
+
+
+def test_tied_weights_stay_tied_when_a_state_is_assigned() -> None:
+    model, other = (draw_parameters(Floral(TiedLanguageModel(), 2, 3)) for _ in range(2))
+    nn.init.zeros_(other.theta)
+    state = model.state_dict()
+    other.load_state_dict(state, assign=True)
+    torch.testing.assert_close(other.eval()(IDS), model.eval()(IDS))
+    assert len([*other.base.parameters()]) == len([*model.base.parameters()])
+    (tied,) = model._tied_names
+    with pytest.raises(TaskError, match="are one parameter of the base, but the loaded state has two values"):
+        other.load_state_dict(state | {f"base.{tied[1]}": state[f"base.{tied[1]}"] + 1}, assign=True)

@@ -141,11 +141,11 @@ def test_ranks_budgets_and_what_is_said_about_them() -> None:
     assert actual["0.weight"].rank == int(0.3 * 600 / 50)
     assert actual["0.weight"].note == ""
     assert actual["1.weight"].rank == 1
-    assert "below rank 1" in actual["1.weight"].note
+    assert actual["1.weight"].note == "rank = 0.3 gives less than rank 1; rank 1 is used"
     wide = find_adapted_parameters(m, 8)
     assert [s.rank for s in wide.values()] == [8, 0, 3, 0]
     assert wide["0.weight"].note == ""
-    assert "rank 8 is more than the weight has; 3 taken" in wide["1.weight"].note
+    assert "rank 8 is more than the weight has; rank 3 is used" in wide["1.weight"].note
     # of one kernel axis and of matrices filter-wise construction is what the others are
     assert find_adapted_parameters(m, 2, "filter")["0.weight"].rank == 2
     assert find_adapted_parameters(nn.Conv2d(3, 2, 3), 1, "filter")["weight"].rank == 2
@@ -165,7 +165,7 @@ def test_the_table_adds_up() -> None:
     text = str(b)
     assert text.splitlines()[3].split() == ["2.weight", "linear", "20×30", "1", "50", "200", "8.3%"]
     assert "Not adapted: 1.weight (1)" in text
-    assert "below rank 1" in text
+    assert "less than rank 1" in text
     assert text.splitlines()[-2].split()[:3] == ["total", f"{b.adaptor_size:,}", f"{b.added:,}"]
 
 
@@ -173,7 +173,7 @@ def test_remarks_name_small_layers_and_matrices_without_adaptors() -> None:
     m = nn.Sequential(nn.Linear(3, 4), nn.GRUCell(4, 5))
     share = 15 * (4 + 5) / sum(p.numel() for p in m.parameters())
     assert adaptor_warnings(m, find_adapted_parameters(m, 9)) == [
-        "0.weight: rank 9 is more than the weight has; 3 taken",
+        "rank 9 is more than the weight has; rank 3 is used (in 0.weight)",
         f"no adaptors for 1.weight_ih (GRUCell), 1.weight_hh (GRUCell): {share:.1%} of the parameters",
     ]
     assert adaptor_warnings(m[0], find_adapted_parameters(m[0], 1)) == []

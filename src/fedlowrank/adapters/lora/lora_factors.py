@@ -28,7 +28,7 @@ from ...core.contract import Model
 from ...core.errors import TaskError
 from ...core.key import Key
 from ...core.tree import Params
-from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from ...linalg.pair import Factors, Pair, keep_first_components, zero_pad_pair
 from ...models.packed_weights import is_packed
 from ...models.placement import is_placed, offloaded_error
 from ..adaptable import name_adapted_layer
@@ -41,6 +41,7 @@ from .adapted_layers import (
     find_initials,
     find_plain_layers,
 )
+from .peft_settings import refuse_other_adapters
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class LoRA:
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
                 matched_params[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
-                pair = truncate_pair(pair, 0)
+                pair = keep_first_components(pair, 0)
             matched_params |= layer.as_parameters(zero_pad_pair(pair, rank))
         return matched_params
 
@@ -283,8 +284,10 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         head: name of the module's head, which is trained whole.
 
     Raises:
-        TaskError: if no layer can be adapted, or an adapter of PEFT does not begin as a zero update of an unchanged base.
+        TaskError: if no layer can be adapted, or an adapter of PEFT does not begin as a zero update of an unchanged base, or is
+            none of the form s·B A (:func:`.peft_settings.refuse_other_adapters`).
     """
+    refuse_other_adapters(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     adapted_layers: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
     seen_factors = set()

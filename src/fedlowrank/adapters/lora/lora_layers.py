@@ -13,7 +13,6 @@ training, and 6.3, 2.3 and 1.1 times in inference (``benchmarks/speed/lora_layer
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import sys
@@ -31,6 +30,7 @@ from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import check_arguments
 from ...core.errors import ConfigError, TaskError
 from ...core.key import Key
+from ...models.module_copy import copy_module
 from ...models.standard import LAYERS
 from ...models.stateless import is_within
 from ..adaptable import AdaptableWeight, find_adaptable_weights
@@ -51,6 +51,9 @@ class LoRALayer(nn.Module):
     code that reads W + s·B A and writes it back would apply the update twice.
 
     ``torch.fx`` calls such a layer as a whole, like PyTorch's own layers.
+
+    A state dict has the scale under the name ``lora_scale``. A state with another scale is not loaded, because its
+    factors would give another update.
 
     Attributes:
         lora_scaling: scale s of the updates.
@@ -112,6 +115,38 @@ class LoRALayer(nn.Module):
             "the LoRA factors. To change the layer, first make it a plain one with merge_lora(model). To set W "
             f"alone: with torch.no_grad(): layer.base_weight({name!r}).copy_(w)"
         )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}lora_scale"] = torch.tensor(self.lora_scaling)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # a state without a scale is loaded, such as one of the factors alone
+        name = f"{prefix}lora_scale"
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if name in unexpected_keys:
+            unexpected_keys.remove(name)
+        scaling = state_dict.get(name)
+        if scaling is None:
+            return
+        # a state dict may have been converted to half precision
+        tolerance = max(1e-6, 4 * torch.finfo(scaling.dtype).eps)
+        if not math.isclose(float(scaling), self.lora_scaling, rel_tol=tolerance):
+            error_msgs.append(
+                f"{name} is {float(scaling):g} in the state, but the layer has the scale {self.lora_scaling:g}, so its factors "
+                "would give another update. Call add_lora with the alpha, rank and rslora of the model that the state is of"
+            )
 
     def extra_repr(self) -> str:
         """The layer's own representation, with the rank."""
@@ -306,7 +341,8 @@ def add_lora(
 
     Raises:
         TaskError: if no layer matches, or a layer cannot be adapted (its weight is parametrized, such as by
-            ``weight_norm``, or has integers), is lazy, or already has LoRA factors.
+            ``weight_norm``, or has integers), is lazy, or already has LoRA factors; or if a layer cannot be copied because of
+            a ``forward`` that was assigned to it (:func:`fedlowrank.models.module_copy.copy_module`).
         ConfigError: if the rank is not an integer of at least 1, α is 0 or not finite, or ``target_modules`` is not
             a valid regular expression.
     """
@@ -326,14 +362,13 @@ def add_lora(
                 f"layer {name or '(the module itself)'} has LoRA factors already; add them once, to the module "
                 "without them, for all layers together"
             )
-    # checked in the module itself, because a weight under weight_norm cannot be copied
     for adaptable in _find_targets(module, target_modules, trainable):
         if not adaptable.floating_parameter().numel():
             raise TaskError(
                 f"layer {adaptable.name or '(the module itself)'} has a weight without entries, of shape "
                 f"{[*adaptable.parameter().shape]}, so no rank fits it; leave it out of target_modules"
             )
-    adapted_module = copy.deepcopy(module)
+    adapted_module = copy_module(module)
     key = Key((0,)) if key is None else key
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for layer in adapted_module.modules():
@@ -374,7 +409,7 @@ def merge_lora(module: nn.Module) -> nn.Module:
 
     Weights that layers share stay shared. A module without low-rank updates is only copied.
     """
-    merged_module = copy.deepcopy(module)
+    merged_module = copy_module(module)
     merge_lora_(merged_module)
     return merged_module
 

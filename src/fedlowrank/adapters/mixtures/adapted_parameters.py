@@ -248,9 +248,11 @@ def _adapted_parameter(
     requested_rank, max_rank = fold.rank(rank), min(fold.size)
     r, note = min(requested_rank, max_rank), ""
     if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
-        note = f"the budget is below rank {fold.times}, the least there is"
+        note = f"rank = {rank:g} gives less than rank {fold.times}; rank {fold.times} is used"
     if requested_rank > max_rank:
-        note = _join_notes(note, f"rank {requested_rank} is more than the weight has; {max_rank} taken")
+        note = _join_notes(
+            note, f"rank {requested_rank} is more than the weight has; rank {max_rank} is used"
+        )
     return AdaptedParameter(
         layer, kind, shape, r, r * sum(fold.size), note, requested_rank=requested_rank, matrix=fold.size
     )

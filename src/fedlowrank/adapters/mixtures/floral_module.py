@@ -7,11 +7,10 @@ use :mod:`fedlowrank.adapters.mixtures.mixture_adaptors`.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,8 @@ from ...core.arguments.field_checks import check_arguments
 from ...core.errors import ConfigError, TaskError, warn_user
 from ...core.key import Key
 from ...core.tree import Params
+from ...models.module_copy import copy_module
+from ...models.stateless import names_of_parameters
 from ..substitution import (
     add_forward_hooks,
     get_submodule,
@@ -56,6 +57,7 @@ from .parameter_budget import ParameterBudget, compute_budget, unadapted_warning
 from .router import Route, Router, parse_route
 
 _LEARNED = Router()
+CONSTRUCTIONS = get_args(Construction)
 
 
 class Floral(nn.Module):
@@ -94,7 +96,8 @@ class Floral(nn.Module):
 
     Attributes:
         base: module with the main weights.
-        theta: router logits θ ``[C]``.
+        theta: router logits θ ``[C]``, in float32 if the weights have half precision. :meth:`parameters` yields them first;
+            the type of the weights is ``next(model.base.parameters()).dtype``.
 
     Raises:
         TaskError: if no parameter can be adapted, a layer is lazy, or a layer cannot be adapted exactly.
@@ -139,6 +142,10 @@ class Floral(nn.Module):
         self._norms_with_statistics = (
             {} if reparameterize else find_norms_with_statistics(model, self._adapted)
         )
+        tied_names = names_of_parameters(model).values()
+        self._tied_names = [names for names in tied_names if len(names) > 1 and names[0] in self._adapted]
+        # the method has no type annotations in torch
+        self.register_load_state_dict_post_hook(_restore_ties)  # type: ignore[no-untyped-call]
         weights = {name: p.detach() for name, p in self._weights().items()}
         reference = weights[next(iter(self._adapted))]
         warn_adapted_ranks("Floral", self._adapted)
@@ -217,7 +224,7 @@ class Floral(nn.Module):
             mixed_weights = mix_weights(
                 weights, self._offsets(self.adapted()), shares, self.alpha, self.construction
             )
-            merged_module = copy.deepcopy(self.base)
+            merged_module = copy_module(self.base)
             for name, p in merged_module.named_parameters():
                 if name in mixed_weights:
                     p.copy_(mixed_weights[name])
@@ -313,22 +320,34 @@ class Floral(nn.Module):
                 cast(Tensor, adaptor).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
-        """The fixed route ``[C]``, NaN without one, so that the state is a tensor like all others."""
-        return torch.tensor(
-            [math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64
-        )
+        """The settings by which the adaptors are mixed and the fixed route ``[4 + C]``, a tensor like all other states.
+
+        The settings are α, the index of the construction, the temperature, and top (0 for None). Without a fixed route
+        its entries are NaN.
+        """
+        route = [math.nan] * self.clusters if self._route is None else self._route
+        return torch.tensor([*self._mixing_settings().values(), *route], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Inverse of :meth:`get_extra_state`.
+        """Set the fixed route of :meth:`get_extra_state`.
 
         Raises:
-            ConfigError: if the state has another number of clusters.
+            ConfigError: if the state has another number of clusters, or was made with other settings, under which its
+                adaptors give another model.
         """
-        route = state.tolist()
+        settings, values = self._mixing_settings(), state.tolist()
+        route = values[len(settings) :]
         if len(route) != self.clusters:
             raise ConfigError(
                 f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}"
             )
+        for (name, own_value), value in zip(settings.items(), values, strict=False):
+            if not math.isclose(value, own_value, rel_tol=1e-6):
+                raise ConfigError(
+                    f"the state is of a model with another {name} ({value:g}; this model has {own_value:g}), so its adaptors "
+                    "would give another model here. Make this model with the settings of that one"
+                    + (f"; the constructions are numbered {CONSTRUCTIONS}" if name == "construction" else "")
+                )
         self._route = None if math.isnan(route[0]) else route
 
     def extra_repr(self) -> str:
@@ -352,6 +371,15 @@ class Floral(nn.Module):
         # drawn from torch's CPU generator, whose state activation checkpointing restores before it recomputes
         key = Key((int(torch.randint(2**62, ())),))
         return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
+
+    def _mixing_settings(self) -> dict[str, float]:
+        """The settings that the state's tensors depend on, as numbers."""
+        return {
+            "alpha": self.alpha,
+            "construction": CONSTRUCTIONS.index(self.construction),
+            "router.temperature": self.router.temperature,
+            "router.top": self.router.top or 0,
+        }
 
     def _weights(self) -> Params:
         tensors = named_tensors(self.base)
@@ -418,6 +446,26 @@ def _check_settings(
             f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "
             "plain loop does not have; use 'gradient', or route(shares)"
         )
+
+
+def _restore_ties(model: Floral, _: Any) -> None:
+    """Share tied weights again after ``load_state_dict(assign=True)``, which gives each layer a parameter of its own.
+
+    Raises:
+        TaskError: if their values differ.
+    """
+    for names in model._tied_names:
+        paths = [name.rpartition(".") for name in names]
+        slots = [(get_submodule(model.base, path)._parameters, attribute) for path, _, attribute in paths]
+        shared_parameter, *others = (cast(Tensor, table[attribute]) for table, attribute in slots)
+        for name, parameter in zip(names[1:], others, strict=True):
+            if parameter is not shared_parameter and not torch.equal(parameter, shared_parameter):
+                raise TaskError(
+                    f"{names[0]} and {name} are one parameter of the base, but the loaded state has two values. Load it "
+                    "without assign=True, or make both entries equal"
+                )
+        for table, attribute in slots:
+            table[attribute] = cast(nn.Parameter, shared_parameter)
 
 
 def _is_included(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:

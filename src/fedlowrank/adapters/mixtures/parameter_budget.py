@@ -115,7 +115,7 @@ def adaptor_warnings(module: nn.Module, adapted_parameters: Mapping[str, Adapted
     }
     warning = unadapted_warning(module, adapted_parameters)
     return [
-        *(f"{', '.join(names)}: {note}" for note, names in names_by_note.items()),
+        *(f"{note} (in {', '.join(names)})" for note, names in names_by_note.items()),
         *([warning] if warning else []),
     ]
 

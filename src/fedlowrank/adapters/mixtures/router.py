@@ -129,7 +129,12 @@ def parse_route(route: Route, cluster_count: int) -> list[float]:
                 f"there is no cluster {route!r}; num_clusters is {cluster_count}, counted from 0"
             )
         return [float(c == route) for c in range(cluster_count)]
-    shares = torch.as_tensor(route, dtype=torch.float64).detach()
+    try:
+        shares = torch.as_tensor(route, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"a route must be the index of a cluster or {cluster_count} shares; it is {route!r}"
+        ) from error
     # a softmax in half precision sums to 1 up to a thousandth
     if (
         shares.shape != (cluster_count,)

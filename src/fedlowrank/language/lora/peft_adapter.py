@@ -28,7 +28,7 @@ from ...adapters.lora.lora_factors import find_lora
 from ...adapters.lora.rank_limits import warn_lowered_ranks
 from ...core.errors import ConfigError, TaskError, warn_user
 from ...core.key import Key
-from ...linalg.pair import Factors, Pair, truncate_pair
+from ...linalg.pair import Factors, Pair, keep_first_components
 from ...models.architecture import build_module
 from ..device_map import place_factors
 from ..optional_packages import import_library
@@ -141,7 +141,7 @@ def attach_adapter(
     parameters, adapted_layers = dict(peft_model.named_parameters()), find_lora(peft_model, None).layers
     with torch.no_grad():
         for layer, pair in sample_initial_factors(adapted_layers, adapter_config.r, key, init).items():
-            layer_pair = truncate_pair(pair, adapted_layers[layer].largest_rank)
+            layer_pair = keep_first_components(pair, adapted_layers[layer].largest_rank)
             for name, value in adapted_layers[layer].as_parameters(layer_pair).items():
                 parameters[name].copy_(value)
     model_config.init_lora_weights = init

@@ -8,30 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...adapters.lora.adapted_layers import is_gaussian_initial
+from ...adapters.lora.peft_settings import explain_refusal
 from ...core.arguments.bounds import check_minimum
 from ...core.errors import ConfigError, did_you_mean
 from ..optional_packages import import_library
-
-REFUSED_SETTINGS = {
-    "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
-    "lora_bias": "a bias beside B is not part of the low-rank update",
-    "layer_replication": "it copies layers of the base",
-    "trainable_token_indices": "the tokens are those of language.new_tokens",
-    "target_parameters": "its factors of all experts are one pair of rank r · E, "
-    "which a server cannot truncate; name layers in target_modules",
-    "megatron_config": "layers of Megatron are split over processes",
-    "loftq_config": "LoftQ changes the base",
-    "eva_config": "EVA initializes A from data, which differ between clients",
-    "corda_config": "CorDA changes the base",
-    "lora_ga_config": "LoRA-GA changes the base",
-    "use_qalora": "its A has a row of pooled inputs",
-    "ensure_weight_tying": "a pair of factors belongs to one layer",
-    "inference_mode": "it freezes the factors",
-    "runtime_config": "it places the adapters of one machine",
-    "megatron_core": "layers of Megatron are split over processes",
-    "qalora_group_size": "its A has a row of pooled inputs",
-}
-"""Settings that must keep their default value, with the reason."""
 
 
 def make_lora_config(fields: Mapping[str, Any]) -> Any:
@@ -84,16 +64,6 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
     if not isinstance(config.lora_dropout, numeric_types) or not 0 <= config.lora_dropout < 1:
         raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {config.lora_dropout!r}")
     return config
-
-
-def explain_refusal(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """The reason why a value of a field of ``peft.LoraConfig`` cannot be federated; None if it can."""
-    reason = REFUSED_SETTINGS.get(field.name)
-    if reason is None and field.metadata.get("is_lora_variant"):
-        reason = "it is another update than s·B A"
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    # an empty table switches a variant on, with its defaults
-    return None if value is None or value == default else reason
 
 
 def _check_patterns(config: Any) -> None:

@@ -15,9 +15,9 @@ import safetensors.torch
 from torch import Tensor
 
 from ...adapters.lora.adapted_layers import PEFT_PREFIX
+from ...adapters.lora.peft_settings import IGNORED_SETTINGS, explain_refusal
 from ...core.errors import ConfigError, DataError
 from ..optional_packages import import_library
-from .peft_config import explain_refusal
 
 TOKEN_FIELD = "trainable_token_indices"
 CONFIG_FILE = "adapter_config.json"
@@ -34,9 +34,6 @@ LAYER_FIELDS = ("target_modules", "layers_to_transform", "layers_pattern", "excl
 
 COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout")
 """Fields of a configuration that machines compare beside the weights: those of the scale and of training."""
-
-_IGNORED_FIELDS = (TOKEN_FIELD, "inference_mode", "runtime_config")
-"""Fields that need no default value: rows are loaded, and the others are of the program that stored the adapter."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,9 @@ def read_adapter(folder: Path) -> StoredAdapter:
     }
     metadata = folder / METADATA_FILE
     try:
-        classes = json.loads(metadata.read_text()).get("classes", ()) if metadata.is_file() else ()
+        classes = (
+            json.loads(metadata.read_text(encoding="utf-8")).get("classes", ()) if metadata.is_file() else ()
+        )
     except ValueError as error:
         raise DataError(f"lora.start: {metadata} is not JSON: {error}") from error
     return StoredAdapter(f"the adapter in {folder}", config, tensors, scales, tuple(classes))
@@ -104,7 +103,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 "save_pretrained wrote"
             )
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"lora.start: {folder / CONFIG_FILE} is not JSON: {error}") from error
     if config.get("peft_type") != "LORA":
@@ -113,7 +112,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     for field in dataclasses.fields(import_library("peft", "lora.start").LoraConfig):
         name, value = field.name, config.get(field.name)
-        if name not in _IGNORED_FIELDS and (reason := explain_refusal(field, value)):
+        if name not in IGNORED_SETTINGS and (reason := explain_refusal(field, value)):
             raise ConfigError(f"lora.start: the adapter in {folder} has {name} = {value!r}, but {reason}")
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.startswith(("pissa", "olora", "corda", "loftq")):

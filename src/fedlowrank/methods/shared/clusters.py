@@ -261,8 +261,8 @@ def describe_draws(title: str, task: Task, model_count: int) -> list[str]:
     if model_count < 2 or task.common_model(title).factory is not None:
         return []
     return [
-        f"{title}: the parameters of the module are the start of the first model alone; the other {model_count - 1} begin at "
-        "random values of its layers, because the federation was given a module and not a function that makes it."
+        f"the parameters of the module are the start of the first model alone; the other {model_count - 1} begin at random "
+        "values of its layers, because the federation was given a module and not a function that makes it."
     ]
 
 

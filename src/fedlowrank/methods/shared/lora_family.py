@@ -22,7 +22,7 @@ from ...core.arguments.field_checks import CheckedFields
 from ...core.contract import ClientInfo, ClientView, Model, Task
 from ...core.errors import ConfigError, LoweredRankWarning, TaskError, warn_user
 from ...core.tree import Params, tree_dataclass
-from ...linalg.pair import Factors, Pair, truncate_pair
+from ...linalg.pair import Factors, Pair, keep_first_components
 
 Leaves = dict[str, dict[str, Tensor]]
 """Trained tensors: the factors ``a`` and ``b``, by layer, and ``rest``, parameters that are trained whole, by name."""
@@ -297,7 +297,7 @@ def scale_product(factors: Factors, scale: float, embeddings: Collection[str] = 
 
 def truncate_factors(factors: Factors, rank: int) -> Factors:
     """Keep the first ``rank`` columns of every B and rows of every A."""
-    return {n: truncate_pair(p, rank) for n, p in factors.items()}
+    return {n: keep_first_components(p, rank) for n, p in factors.items()}
 
 
 def join_leaves(factors: Factors, rest: Params) -> Leaves:

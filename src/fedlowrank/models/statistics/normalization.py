@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ...core.errors import SingleValueError, TaskError
 from ...core.tree import Params
 from ..complex_parameters import complex_names, with_complex
+from ..fused_inference import has_bypassed_layers, without_fused_inference
 from ..placement import PlacedStateless, is_placed
 from ..standard import HOOK_TABLES
 from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots, tied_names
@@ -67,6 +69,7 @@ class FunctionalModule:
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = tied_names(module)
         self._complex = complex_names(module)
+        self._inference = without_fused_inference if has_bypassed_layers(module) else nullcontext
         # the module itself, because its __dict__ would be another object after pickling
         self._skipped = None if skipped_name is None else module.get_submodule(skipped_name)
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
@@ -85,7 +88,8 @@ class FunctionalModule:
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
             self._install(tensors, saved_slots)
-            out: Any = self._module(*args, **kwargs)
+            with self._inference():
+                out: Any = self._module(*args, **kwargs)
             if buffers is not None:
                 for name in buffers:
                     buffers[name] = self._stateless.current(name)
@@ -180,7 +184,8 @@ class FunctionalModule:
         saved_slots: SavedSlots = []
         try:
             self._stateless.install(self._with_aliases(params), saved_slots)
-            pooled_by_layer = pooled_statistics(self._module, self._layers | self._untracked, chunks)
+            with self._inference():
+                pooled_by_layer = pooled_statistics(self._module, self._layers | self._untracked, chunks)
         finally:
             restore_slots(saved_slots)
         statistics = self.neutral()

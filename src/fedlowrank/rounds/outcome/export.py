@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
 from ...linalg.matricize import Weights, sum_parts, unpack_weights
 from ...models.complex_parameters import as_real, with_complex
+from ...models.module_copy import copy_module
 from ...models.packed_weights import is_packed
 from ...results.evaluation.local_model import LocalModel
 from ..run import Run
@@ -89,7 +89,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
         CheckpointError: if the file cannot be written.
     """
     model, parts = _parts(run, client, series)
-    dense = copy.deepcopy(model.module)
+    dense = copy_module(model.module)
     state = dense.state_dict()
     templates = {n: as_real(state[n]) for part in parts for n in part if n in state}
     dense.load_state_dict(with_complex(sum_parts(parts, templates), model.complex), strict=False)
