@@ -394,3 +394,30 @@ def test_variables_are_named_after_what_they_hold() -> None:
 def test_a_vague_name_is_found() -> None:
     assert vague_names("def f(known, x):\n    return [one for one in x]") == {"known", "one"}
     assert vague_names("def f(clients):\n    return clients.known") == set()
+
+
+def find_texts_without_encoding(text: str) -> list[int]:
+    """Lines of calls that read or write text in the encoding of the system."""
+    lines = []
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        arguments = call.args[1:2] if name == "open" and isinstance(call.func, ast.Name) else call.args[:1]
+        mode = arguments[0] if arguments else ast.Constant("r")
+        is_text = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "b" not in mode.value
+        is_method = isinstance(call.func, ast.Attribute) and name in ("read_text", "write_text")
+        has_encoding = any(keyword.arg == "encoding" for keyword in call.keywords)
+        if (is_method or (name == "open" and is_text)) and not has_encoding:
+            lines.append(call.lineno)
+    return lines
+
+
+def test_text_files_are_read_and_written_as_utf_8() -> None:
+    lines = {path: find_texts_without_encoding(path.read_text()) for path in FILES}
+    assert {str(path.relative_to(SOURCE)): numbers for path, numbers in lines.items() if numbers} == {}
+
+
+def test_a_text_without_its_encoding_is_found() -> None:
+    text = (
+        "p.read_text()\np.open()\nopen(p, 'w')\np.open('rb')\nopen(p, 'w', encoding='utf-8')\nImage.open(p)\n"
+    )
+    assert find_texts_without_encoding(text) == [1, 2, 3]

@@ -4,6 +4,7 @@ to it."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import time
@@ -119,18 +120,25 @@ def test_what_is_found_of_each_comes_in_their_order() -> None:
 class Broken(FedAvg):
     """Fails at one client."""
 
-    how: str = "raise"
+    how: Any = "raise"
 
     def local_update(self, state: Any, down: Any, view: Any) -> Any:
         if view.info.id == 1:
             if self.how == "raise":
                 raise ValueError("no such thing")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.how)
         return super().local_update(state, down, view)
 
 
-@pytest.mark.parametrize(("how", "said"), [("raise", "ValueError: no such thing"), ("die", "was killed")])
-def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "ValueError: no such thing"),
+        (signal.SIGKILL, "trained client 1 in round 1 was killed, perhaps for lack of memory"),
+        (signal.SIGTERM, r"trained client 1 in round 1 was ended by signal 15 \(Terminated\)"),
+    ],
+)
+def test_a_failure_is_told_and_leaves_no_process_behind(how: Any, said: str) -> None:
     engine = Processes()
     run = Run(Broken(how=how), small_federation(False), RunSettings(rounds=2), engine)
     with pytest.raises(WorkerError, match=said):
@@ -284,3 +292,14 @@ def test_workers_see_what_user_code_sees_now(user_code: str, monkeypatch: pytest
         ends.append(tree.encode(run.state.server))
         engine.close()
     assert ends[0] == ends[1]
+
+
+def test_a_limit_of_the_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", fail)
+    with pytest.raises(
+        WorkerError, match=r"cannot share 512 MiB of memory: Cannot allocate memory.*'sequential'"
+    ):
+        run_to_end(FedAvg(), Processes())

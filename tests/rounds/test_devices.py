@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused() -> None:
         run(on, {"uplink": 1.0})  # type: ignore[arg-type]
     settings = RunSettings(devices=Devices(uplink=1.0))
     with pytest.raises(ConfigError, match=r"devices simulates"):
-        check_network_settings(settings, 2, 2, None)
+        check_network_settings(settings)
 
 
 def test_in_an_experiment_file() -> None:

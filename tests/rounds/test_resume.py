@@ -67,8 +67,16 @@ def _signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted((folder / "checkpoint").iterdir())}
+def files_of(folder: Path) -> dict[str, tuple[bytes, Any]]:
+    """States and tables of the checkpoint files, without the identifier of the run."""
+    contents = {}
+    for path in sorted((folder / "checkpoint").iterdir()):
+        data = path.read_bytes()
+        size = int.from_bytes(data[-8:], "big")
+        table = json.loads(data[-8 - size : -8])
+        del table["run"], table["digest"]
+        contents[path.name] = data[: -8 - size], table
+    return contents
 
 
 def assert_same_end(folder: Path, whole: Path, names: bool = True) -> None:
@@ -879,6 +887,71 @@ def test_the_state_of_a_best_round_that_is_repeated_is_removed(tmp_path: Path) -
     simulate(method, make_tiny_federation(), folder=folder, resume=True, **given)
     for file in sorted((tmp_path / "whole" / "best").iterdir()):
         assert (folder / "best" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_interrupt_while_the_best_state_is_written_does_not_lose_it(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 7, "checkpoint_every": 1, "keep_best": True, "representations": 0}
+    method, folder = METHODS["fedavg"](optimizer=SGD(lr=0.2)), tmp_path / "run"
+    simulate(method, make_tiny_federation(), folder=tmp_path / "whole", **given)
+    expected = checkpoint.load(tmp_path / "whole" / "best")
+    assert expected.round > 1
+    # an audit hook cannot be removed, so it disarms itself
+    armed_paths = {str(folder / "best" / f"{expected.round:06d}.checkpoint.part")}
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and str(arguments[0]) in armed_paths:
+            armed_paths.clear()
+            raise KeyboardInterrupt
+
+    sys.addaudithook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(method, make_tiny_federation(), folder=folder, **given)
+    simulate(method, make_tiny_federation(), folder=folder, **given, resume=True)
+    actual = checkpoint.load(folder / "best")
+    assert (actual.round, tree.encode(actual.server)) == (expected.round, tree.encode(expected.server))
+    assert read_rounds(folder) == read_rounds(tmp_path / "whole")
+
+
+def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        simulate("fedavg", make_tiny_federation(), folder=tmp_path / name, rounds=2, representations=0)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    resumed = simulate(
+        "fedavg", make_tiny_federation(), folder=tmp_path / "copy", rounds=3, resume=True, representations=0
+    )
+    assert len(resumed.rounds) == 4, "a copy of a whole folder is the same run"
+    for name in ("checkpoint", RECORDS_FILE):
+        shutil.copytree(tmp_path / "a", tmp_path / "mixed")
+        if name == "checkpoint":
+            shutil.rmtree(tmp_path / "mixed" / name)
+            shutil.copytree(tmp_path / "b" / name, tmp_path / "mixed" / name)
+        else:
+            shutil.copy(tmp_path / "b" / name, tmp_path / "mixed" / name)
+        with pytest.raises(CheckpointError, match="another run"):
+            simulate("fedavg", make_tiny_federation(), folder=tmp_path / "mixed", rounds=3, resume=True)
+        shutil.rmtree(tmp_path / "mixed")
+    shutil.copy(tmp_path / "b" / RECORDS_FILE, tmp_path / "a" / RECORDS_FILE)
+    with pytest.raises(CheckpointError, match="another run"):
+        RunRecord.load(tmp_path / "a")
+
+
+def test_a_damaged_best_state_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"keep_best": True, "representations": 0, "folder": tmp_path / "run"}
+    simulate("fedavg", make_tiny_federation(), rounds=2, **given)
+    (path,) = (tmp_path / "run" / "best").iterdir()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert len(simulate("fedavg", make_tiny_federation(), rounds=3, resume=True, **given).rounds) == 4
+    assert str(tmp_path / "run" / "best.old-1") in caplog.text
+    assert (tmp_path / "run" / "best.old-1" / path.name).exists()
+
+
+def test_the_working_folder_is_not_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for folder in (".", "..", tmp_path):
+        with pytest.raises(CheckpointError, match="working folder"):
+            simulate("fedavg", make_tiny_federation(), folder=folder, rounds=1, force=True)
+    assert tmp_path.exists()
 
 
 def test_a_changed_metric_is_refused_from_python_and_one_may_be_added_and_dropped(

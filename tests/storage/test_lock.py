@@ -8,13 +8,22 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fedlowrank import simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.results.records import RunRecord
-from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
+from fedlowrank.storage.lock import (
+    FolderInUseError,
+    exclusive,
+    identify_process,
+    is_alive,
+    is_in_use,
+    read_holder,
+)
+from fedlowrank.storage.run_files import actual_status
 from fedlowrank.storage.run_folder import RunFolder
 from tests.support.interrupted_runs import (
     count_lines,
@@ -117,6 +126,20 @@ def test_a_lock_is_exclusive_and_names_its_process(tmp_path: Path) -> None:
     assert read_holder(tmp_path) == {}
     with pytest.raises(CheckpointError, match="cannot lock"), exclusive(tmp_path / "nowhere"):
         pass
+
+
+def test_a_folder_is_in_use_as_long_as_its_lock_is_held_whatever_the_clock_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_in_use(tmp_path)
+    with exclusive(tmp_path):
+        # the start time of every process moves with the clock
+        start = psutil.Process().create_time()
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: start + 3600)
+        assert is_in_use(tmp_path)
+        assert actual_status(tmp_path, {"state": "running"}) == {"state": "running"}
+    assert not is_in_use(tmp_path)
+    assert actual_status(tmp_path, {"state": "running"})["state"] == "stopped"
 
 
 def test_a_process_is_known_by_its_number_its_start_and_its_machine() -> None:

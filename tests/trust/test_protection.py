@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +354,32 @@ def test_a_resumed_run_has_the_same_bits(settings: dict[str, Any], tmp_path: Pat
     if resumed.run.budget is not None:
         # a round that was done again with the same noise is charged once
         assert resumed.run.budget.ledger.rounds() == 5
+
+
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_records_of_a_killed_and_resumed_run_have_the_epsilon_of_a_whole_run(
+    kind: Any, tmp_path: Path
+) -> None:
+    privacy = Privacy(kind, noise=1.0, delta=1e-3)
+    common: dict[str, Any] = {
+        "rounds": 5, "checkpoint_every": 5, "privacy": privacy, "clipping": Clipping(0.05),
+        "participation": 0.5, **({"sampling": "poisson"} if kind == "central" else {}),
+    }  # fmt: skip
+
+    def run(folder: str, **options: Any) -> list[float]:
+        result = simulate(METHOD, federate_one_model(), folder=tmp_path / folder, **common, **options)
+        return [r.server_metrics["privacy"]["epsilon"] for r in result.rounds]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        try:
+            run("killed", on_round=lambda record: os._exit(9) if record.round == 4 else None)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert run("killed", resume=True) == run("whole")
 
 
 @pytest.mark.full

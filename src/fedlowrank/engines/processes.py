@@ -51,6 +51,27 @@ class WorkerError(FedlowrankError):
     """A worker process failed or died."""
 
 
+class WorkerDiedError(WorkerError):
+    """A worker process died.
+
+    Args:
+        exit_code: exit code of the process, minus the number of the signal that ended it; None if it is not known.
+        work: description of the work that the process did, such as ``client 3 in round 1``.
+    """
+
+    def __init__(self, exit_code: int | None, work: str = "") -> None:
+        advice = "Set run.engine to 'sequential', and start Python with -X faulthandler to see where it ends."
+        if exit_code == -signal.SIGKILL:
+            end = "was killed, perhaps for lack of memory"
+            advice = "Set run.engine to 'sequential', which takes one client at a time."
+        elif exit_code is not None and exit_code < 0:
+            end = f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+        else:
+            end = f"ended with code {exit_code}"
+        super().__init__(f"a worker process{f' that trained {work}' if work else ''} {end}. {advice}")
+        self.exit_code = exit_code
+
+
 class DuplexPipe:
     """One end of a duplex pipe between two processes: headers through a pipe, payloads through shared memory.
 
@@ -92,7 +113,13 @@ class ForkedWorker:
 
     def __init__(self, serve: Serve) -> None:
         parent_end, child_end = multiprocessing.Pipe()
-        request_buffer, answer_buffer = mmap.mmap(-1, SHARED_BYTES), mmap.mmap(-1, SHARED_BYTES)
+        try:
+            request_buffer, answer_buffer = mmap.mmap(-1, SHARED_BYTES), mmap.mmap(-1, SHARED_BYTES)
+        except OSError as error:
+            raise WorkerError(
+                f"a worker process cannot share {2 * SHARED_BYTES >> 20} MiB of memory: {error.strerror}. Raise the limit of "
+                "the address space (`ulimit -v`), or set run.engine to 'sequential'."
+            ) from error
         parent_pid = os.getpid()
         self.line = DuplexPipe(parent_end, request_buffer, answer_buffer)
         with warnings.catch_warnings():
@@ -133,17 +160,9 @@ class ForkedWorker:
             raise failure
         return header, payloads
 
-    def _died(self) -> WorkerError:
+    def _died(self) -> WorkerDiedError:
         self.process.join(1)
-        exit_code = self.process.exitcode
-        reason = (
-            "was killed, perhaps for lack of memory"
-            if exit_code is not None and exit_code < 0
-            else f"ended with code {exit_code}"
-        )
-        return WorkerError(
-            f"a worker process {reason}. Set run.engine to 'sequential', which takes one client at a time."
-        )
+        return WorkerDiedError(self.process.exitcode)
 
     def close(self) -> None:
         """End the process."""
@@ -245,7 +264,11 @@ class Processes(Engine):
                     next_index += 1
                 for pipe in wait(list(busy_workers)) if busy_workers else ():
                     worker, index = busy_workers.pop(pipe)
-                    header, payloads = worker.answer()
+                    try:
+                        header, payloads = worker.answer()
+                    except WorkerDiedError as error:
+                        work = f"client {clients[index].id} in round {round + 1}"
+                        raise WorkerDiedError(error.exit_code, work) from error
                     self.costs[header["client"]] = header["seconds"]
                     results[index] = decode_result(header, payloads)
                     idle_workers.append(worker)

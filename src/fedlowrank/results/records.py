@@ -25,6 +25,7 @@ from ..storage.run_files import (
     ACCOUNT,
     FORMAT,
     RECORDS_FILE,
+    RUN_ID,
     STATUS,
     actual_status,
     completed_rounds,
@@ -32,6 +33,7 @@ from ..storage.run_files import (
     read_clients,
     read_config,
     read_lines,
+    read_run_id,
     salvage_lines,
 )
 from .client_numbers import ACCURACY, LOSS
@@ -73,6 +75,7 @@ class RoundRecord:
             costs of the round are not known; else None.
         ranks: ranks of the server's low-rank weights after the round, by name.
         server_metrics: the method's own metrics of its server after the round, such as the weight of each client's reply.
+        run_id: random identifier of the run, only in the record of round 0 of a run with a folder.
     """
 
     round: int
@@ -93,6 +96,7 @@ class RoundRecord:
     simulated_seconds: float | None = None
     excluded_from_means: list[int] | None = None
     restored: bool | None = None
+    run_id: str | None = None
 
     def to_line(self) -> str:
         """Encode the record as one line of JSON."""
@@ -188,9 +192,9 @@ class RoundRecord:
                 table.append(t, name, value, series=series)
 
     def untimed(self) -> dict[str, Any]:
-        """All fields but the clocks; they must be equal between two runs of one configuration."""
-        clocks = ("seconds", "cpu_seconds")
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in clocks}
+        """All fields but clocks and the identifier of the run; they must be equal between two runs of one configuration."""
+        differing = ("seconds", "cpu_seconds", RUN_ID)
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in differing}
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ class RunRecord:
         """Read a run folder.
 
         Raises:
-            CheckpointError: if the folder or a file in it is missing, damaged or of another format.
+            CheckpointError: if the folder or a file in it is missing, damaged, of another format or of another run.
         """
         config = read_config(folder)
         if config.get("format") != FORMAT:
@@ -238,6 +242,7 @@ class RunRecord:
                 f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
             ) from error
+        _check_run(folder, rounds)
         round_numbers = [record.round for record in rounds]
         if round_numbers != sorted(set(round_numbers)):
             raise CheckpointError(
@@ -352,12 +357,26 @@ def describe_missing(rounds: Sequence[int]) -> str:
     return f"the {label} {spans_text} {'is' if len(rounds) == 1 else 'are'} lost"
 
 
+def _check_run(folder: Path, records: Sequence[RoundRecord]) -> None:
+    """Refuse the records of another run: the first one has the identifier of its run."""
+    run_id = read_run_id(folder)
+    first_record = next((r for r in records if r.round == 0 and not r.restored), None)
+    if run_id is not None and first_record is not None and first_record.run_id != run_id:
+        raise CheckpointError(
+            f"{folder / RECORDS_FILE} holds the records of another run. Restore it from a copy, or remove it and resume the "
+            "run, which goes on without these records."
+        )
+
+
 def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
     """Read the records of a run up to a checkpoint, as far as possible, and list the rounds whose records are lost.
 
     Args:
         folder: folder of the run.
         round: number of rounds completed at the checkpoint.
+
+    Raises:
+        CheckpointError: if the file may not be read, or holds the records of another run.
     """
     damage = ""
     try:
@@ -369,6 +388,7 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
         for line in lines:
             with contextlib.suppress(*RECORD_ERRORS):
                 records.append(RoundRecord.from_line(line))
+    _check_run(folder, records)
     records_by_round = {record.round: record for record in records if record.round <= round}
     missing_rounds = [t for t in range(round + 1) if t not in records_by_round]
     if missing_rounds:

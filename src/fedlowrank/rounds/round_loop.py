@@ -104,10 +104,7 @@ class _Loop:
     def begin(self) -> None:
         """Begin callbacks and loggers with the complete records; a callback may end a run that is resumed."""
         run = self._run
-        reason = self._callbacks.begin(self._records[:-1] if run.evaluates_late else self._records)
-        if reason and not run.is_over:
-            run.stopped = reason
-            self._evaluate_last()
+        self._stop(self._callbacks.begin(self._records[:-1] if run.evaluates_late else self._records))
         self._loggers.begin(self._records[:-1] if run.evaluates_late else self._records)
 
     def end(
@@ -125,18 +122,24 @@ class _Loop:
             self._loggers.end(error_type is None)
 
     def add(self, record: RoundRecord) -> None:
-        """Keep the record of a round, and pass on the last complete record."""
+        """Keep the record of a round, and pass on the last complete record.
+
+        The record is the last thing that is kept before a checkpoint. A round that is interrupted before is repeated, with
+        the best state, the models and the answers of the round.
+        """
         run, folder, settings = self._run, self._folder, self._run.settings
-        self._records.append(record)
         if folder is not None:
-            folder.append(record.to_line())
-            self._save_best()
+            if record.round == 0:
+                record = dataclasses.replace(record, run_id=folder.run_id)
+            self._save_best([*self._records, record])
             if record.round in settings.adapters:
                 _write_models(run, folder)
             if record.round == 0 or run.is_over:
                 _write_answers(run, folder)
-            if folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
-                _save(run, folder)
+            folder.append(record.to_line())
+        self._records.append(record)
+        if folder is not None and folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
+            _save(run, folder)
         self._show(record)
         self._after_round(record)
         if not run.evaluates_late:
@@ -146,15 +149,18 @@ class _Loop:
 
     def pass_on(self, index: int = -1) -> None:
         """Call the callbacks with a complete record, end the run if one of them asks for it, and log the record."""
+        self._stop(self._callbacks(self._records[index]))
+        self._loggers(self._records[index])
+
+    def _stop(self, reason: str) -> None:
+        """End the run after the last record if callbacks gave a reason; a resumed run repeats what was interrupted."""
         run, folder = self._run, self._folder
-        reason = self._callbacks(self._records[index])
         if reason and not run.is_over:
             run.stopped = reason
             self._evaluate_last()
-            if folder is not None:
-                _save_once(run, folder)
+            if folder is not None and self._records:
                 _write_answers(run, folder)
-        self._loggers(self._records[index])
+                _save_once(run, folder)
 
     def settle(self) -> None:
         """Enter values that have become known late into the last record."""
@@ -169,16 +175,17 @@ class _Loop:
     def _evaluate_last(self) -> None:
         """Evaluate the last round of a run that ends by a callback: the last round is always evaluated."""
         if self._records and not self._run.evaluates_late and not self._records[-1].is_evaluated:
-            self._replace_last(self._run.evaluate_last(self._records[-1]))
-            self._save_best()
+            record = self._run.evaluate_last(self._records[-1])
+            self._save_best([*self._records[:-1], record])
+            self._replace_last(record)
 
     def _replace_last(self, record: RoundRecord) -> None:
         self._records[-1] = record
         if self._folder is not None:
             self._folder.rewrite(r.to_line() for r in self._records)
 
-    def _save_best(self) -> None:
-        if self._folder is not None and self._run.settings.keep_best and _is_best(self._records):
+    def _save_best(self, records: list[RoundRecord]) -> None:
+        if self._folder is not None and self._run.settings.keep_best and _is_best(records):
             self._folder.save_best(self._run.state)
 
 
@@ -238,7 +245,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
         yield
     except KeyboardInterrupt:
         if folder is not None:
-            # unless the interrupt came between a round and its record, no finished round need be lost
+            # unless the interrupt came before the record of the last round was kept, no finished round need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(r.to_line() for r in records)
                 _save_once(run, folder)

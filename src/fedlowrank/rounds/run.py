@@ -12,7 +12,7 @@ from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
-from ..core.contract.hook_results import check_server_metrics, check_server_state
+from ..core.contract.hook_results import check_server_metrics, check_server_state, check_tree
 from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -135,7 +135,9 @@ class Run:
         if self.trust.secure.on:
             warn_of_coarse_grid(self.trust.secure)
         self.evaluator = self._make_evaluator(own_metrics)
-        server = self.engine.boundary(self.method.server_init(self.task))
+        server = self.engine.boundary(
+            check_tree(self.method, "server_init", self.method.server_init(self.task))
+        )
         self.state = State(0, server, self.new_store())
         self.unsaved: set[int] = set()
         self._warned: set[int] = set()
@@ -150,7 +152,7 @@ class Run:
         self.evaluate_every = settings.evaluate_every or 1
         # make every client's state now, so that a method that does not fit fails here and not in round 7
         for info in federation.infos:
-            self.method.client_init(info, self.task)
+            check_tree(self.method, "client_init", self.method.client_init(info, self.task))
 
     def _make_budget(self, plan: Plan) -> Budget | None:
         """Make the privacy budget of the run; None for a run without privacy."""
@@ -597,7 +599,7 @@ class Run:
         metrics = {**record.server_metrics, **own_metrics}
         # with privacy loss distributions, computing ε takes as long as a round of a small model
         if self.budget is not None and (client_table is not None or self.trust.privacy.accountant == "rdp"):
-            metrics["privacy"] = self.budget.describe()
+            metrics["privacy"] = self.budget.describe(self.round)
         return dataclasses.replace(
             record,
             measured=client_table,

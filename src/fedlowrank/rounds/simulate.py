@@ -253,6 +253,12 @@ def run_description(
     """Make the contents of ``run.json``; an entry ``variant`` names the method as the experiment does."""
     description = {**describe_run(run.method, run.federation, run.settings, own_metrics), **config}
     description["method"] |= description.pop("variant", {})
+    remarks = [
+        *(run.federation.remarks or ()),
+        *list_remarks(run.method, run.federation.task(run.settings.rounds), description["method"]["title"]),
+    ]
+    # left out without remarks, as in runs that were made before there were any
+    description |= {"remarks": remarks} if remarks else {}
     return {**description, "plan": dataclasses.asdict(run.plan)}
 
 
@@ -287,7 +293,6 @@ def describe_run(
         **({"code": code} if code else {}),
         **({"columns": columns} if (columns := _describe_columns(federation)) else {}),
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
-        **({"remarks": remarks} if (remarks := _remarks(method, federation, settings)) else {}),
         **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.is_active else {}),
     }
@@ -302,11 +307,6 @@ def _describe_loss(loss: Loss) -> dict[str, Any]:
     """Describe the loss with its options; a loss of the user's own with a digest of its code."""
     code = {"code": describe_callable(loss.function)} if loss.is_custom else {}
     return {**loss.describe(), **code}
-
-
-def _remarks(method: AnyMethod, federation: Federation, settings: RunSettings) -> list[str]:
-    """List what a user should know about how data, models and method fit together."""
-    return [*(federation.remarks or ()), *list_remarks(method, federation.task(settings.rounds))]
 
 
 def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:

@@ -116,6 +116,6 @@ def compare_base_files(digests: Mapping[str, str], expected_digests: Mapping[str
 def _shards(index: Path) -> set[str]:
     """The files that an index of weights names."""
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} is no index of weights: {error!r}") from error

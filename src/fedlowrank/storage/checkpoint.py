@@ -3,8 +3,8 @@
     checkpoint/000012.checkpoint    server and the clients that changed since the checkpoint before
     checkpoint/000007.states        a former checkpoint, kept because it holds the last state of some client
 
-A file holds encoded states one after another, then a table of contents (JSON: the round, and for the server
-and each client offset, size and digest), then the size of that table in 8 bytes. Its rename is the commit
+A file holds encoded states one after another, then a table of contents (JSON: the round, the identifier of the run, and
+for the server and each client offset, size and digest), then the size of that table in 8 bytes. Its rename is the commit
 point. A client's state at a checkpoint is the one in the newest file up to it. The table also names the files
 that hold the states of all other clients, so that a file which is missing or damaged stops a run only if its
 last checkpoint needs it. A client whose state is None takes an entry of the table and no bytes.
@@ -28,7 +28,7 @@ from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..core.io.text import list_first
 from .client_store import ClientStore, LazyMapping
-from .digest import check_seal, digest_of, seal
+from .digest import digest_of, is_sealed, seal
 from .state import State
 
 KEPT, STATES = ".checkpoint", ".states"
@@ -57,6 +57,7 @@ class _File:
         server: location of the server's state.
         clients: locations of the clients' states that are in this file, by identifier; None for a state that is None.
         ids_by_round: clients whose states are in older files, by the round of that file.
+        run_id: identifier of the run that wrote the file; None if it had none.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class _File:
     server: _Entry
     clients: dict[int, _Entry | None]
     ids_by_round: dict[int, list[int]]
+    run_id: str | None
 
     @property
     def size(self) -> int:
@@ -168,7 +170,14 @@ class _Contents:
             )
 
 
-def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any], keep: int = 1) -> None:
+def save(
+    folder: Path,
+    round: int,
+    server: Any,
+    changed_states: Mapping[int, Any],
+    keep: int = 1,
+    run_id: str | None = None,
+) -> None:
     """Write a checkpoint.
 
     Args:
@@ -177,6 +186,7 @@ def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any
         server: state of the server.
         changed_states: states of the clients that changed since the last checkpoint in this folder.
         keep: number of checkpoints to keep, including this one.
+        run_id: identifier of the run, if it has any.
 
     Raises:
         CheckpointError: if the disk is full or cannot be written; the last checkpoint is then intact.
@@ -200,13 +210,12 @@ def save(folder: Path, round: int, server: Any, changed_states: Mapping[int, Any
         for client_id, (file, entry) in copied_entries.items():
             yield client_id, None if entry is None else file.read(entry, f"client {client_id}")
 
-    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states(), ids_by_round))
+    table = {"round": round, "run": run_id, "elsewhere": ids_by_round}
+    write_atomically(folder / f"{round:06d}{KEPT}", _packed(states(), table))
     tidy(folder, keep)
 
 
-def _packed(
-    round: int, states: Iterator[tuple[int | None, bytes | None]], ids_by_round: Mapping[int, list[int]]
-) -> Iterator[bytes]:
+def _packed(states: Iterator[tuple[int | None, bytes | None]], table: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield the parts of a file: states, table of contents, size of the table; the server's identifier is None."""
     entries: dict[int | None, list[Any] | None] = {}
     offset = 0
@@ -215,8 +224,7 @@ def _packed(
         if state is not None:
             offset += len(state)
             yield state
-    table = {"round": round, "server": entries.pop(None), "clients": entries, "elsewhere": ids_by_round}
-    contents = json.dumps(seal(table)).encode()
+    contents = json.dumps(seal({**table, "server": entries.pop(None), "clients": entries})).encode()
     yield contents
     yield len(contents).to_bytes(_LENGTH, "big")
 
@@ -266,6 +274,9 @@ def tidy(folder: Path, keep: int | None = None) -> None:
             file.path.rename(file.path.with_suffix(STATES))
         if keep is not None:
             kept_files = kept_files[-keep:]
+        if not kept_files:
+            # raises an error that names the file that cannot be read
+            contents.last()
         needed_rounds = {f.round for f, _ in _newest(files, kept_files[0].round).values()}
         for file in files:
             if file.round < kept_files[0].round and file.round not in needed_rounds:
@@ -275,19 +286,26 @@ def tidy(folder: Path, keep: int | None = None) -> None:
                 path.unlink()
 
 
-def load(folder: Path, store: ClientStore | None = None) -> State:
+def load(folder: Path, store: ClientStore | None = None, run_id: str | None = None) -> State:
     """Read the last checkpoint, and log a warning about damaged files that it does not need.
 
     Args:
         folder: folder of the checkpoints.
         store: empty store for the states of clients; None for one that keeps all states in memory.
+        run_id: identifier of the run that the files must belong to; None to take those of any run.
 
     Raises:
-        CheckpointError: if there is none, or a file that it needs is missing or has another digest than when it was
-            written; the message names the clients whose states are lost.
+        CheckpointError: if there is none, a file that it needs is missing or has another digest than when it was
+            written, or a file belongs to another run; the message names the clients whose states are lost.
     """
     contents = _read_folder(folder)
     last_file = contents.last()
+    for file in contents.files:
+        if run_id is not None and file.run_id != run_id:
+            raise CheckpointError(
+                f"the checkpoint file {file.path} belongs to another run. Restore the folder {folder} of this run from a "
+                "copy, or train anew in another folder."
+            )
     contents.require_states(last_file)
     for error in contents.damaged.values():
         logger.warning(
@@ -397,10 +415,11 @@ def _read(path: Path) -> _File:
                 raise ValueError("it is cut off")
             file.seek(file_size - _LENGTH - table_size)
             table = json.loads(file.read(table_size))
-        check_seal(table, path)
+        if not is_sealed(table):
+            raise ValueError("its table of contents has another digest than when it was written")
         server = _Entry(*table["server"])
         entries = {int(c): None if e is None else _Entry(*e) for c, e in table["clients"].items()}
         ids_by_round = {int(t): [int(c) for c in client_ids] for t, client_ids in table["elsewhere"].items()}
-        return _File(path, int(table["round"]), server, entries, ids_by_round)
+        return _File(path, int(table["round"]), server, entries, ids_by_round, table.get("run"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint file {path} is damaged or cannot be read: {error}") from error

@@ -38,6 +38,11 @@ def seal(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, KEY: _content(table)}
 
 
+def is_sealed(table: object) -> bool:
+    """Whether it is a table with the digest of its content, as :func:`seal` makes it."""
+    return isinstance(table, Mapping) and table.get(KEY) == _content(table)
+
+
 def check_seal(table: object, name: object) -> None:
     """Compare the content of a table with the digest that :func:`seal` entered into it.
 

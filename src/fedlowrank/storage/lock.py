@@ -41,7 +41,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     lock = FileLock(path, thread_local=False)
     try:
-        lock.acquire(timeout=0)
+        # longer than another process looks whether the folder is in use
+        lock.acquire(timeout=0.2, poll_interval=0.02)
     except Timeout:
         pid = read_holder(folder).get("pid")
         holder = "another process" if pid is None else f"process {pid}"
@@ -107,10 +108,29 @@ def is_alive(identity: dict[str, Any]) -> bool:
         return False
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder.
+
+    The operating system knows it, whatever the clock shows and whatever the file describes. Of a process on another
+    machine only the description is known.
+    """
+    holder, path = read_holder(folder), folder / LOCK
+    if os.name != "posix" or (holder and holder.get("host") != _host()):
+        return is_alive(holder)
+    import fcntl
+
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def read_holder(folder: Path) -> dict[str, Any]:
     """The process that holds or last held the lock, as :func:`identify_process` describes it; empty if none."""
     try:
-        holder = json.loads((folder / LOCK).read_text())
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}

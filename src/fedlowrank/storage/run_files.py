@@ -1,7 +1,7 @@
 """Files of a run: one folder, readable by a person and by the report.
 
 RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment
-                      has any, the digest of clients.json, and its own
+                      has any, the random identifier of the run, the digest of clients.json, and its own
 RUN/clients.json      one row for each client: architecture, examples in train/val/test, class counts, true cluster
                       (null if unknown), whether it never trains
 RUN/metrics.jsonl.gz  one line of JSON for each round (``RoundRecord``); round 0 is the state before any training;
@@ -31,7 +31,7 @@ from torch import Tensor
 from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
-from .lock import is_alive, read_holder
+from .lock import is_in_use
 
 FORMAT = 4
 """Version of the format of a run folder."""
@@ -44,6 +44,9 @@ REPRESENTATIONS = "representations.safetensors"
 
 CLIENTS_DIGEST = "clients_digest"
 """Key at which ``run.json`` has the digest of ``clients.json``."""
+
+RUN_ID = "run_id"
+"""Key at which ``run.json`` and the first record have the random identifier of the run; checkpoints have it, too."""
 
 CHECKPOINTS = "checkpoint/*.checkpoint"
 """Pattern of the checkpoint files of a run folder; their names are numbers of completed rounds."""
@@ -65,7 +68,7 @@ ANSWERS = "answers.jsonl"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``run.json`` in a run folder, and return its contents without digests.
+    """Read ``run.json`` in a run folder, and return its contents without digests and the identifier of the run.
 
     Raises:
         CheckpointError: if the file is missing or damaged, or may not be read.
@@ -79,8 +82,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in ("method", "run", "models", "vary", "reference"):
         if not isinstance(config.get(name), dict | None):
             raise CheckpointError(f"{path} is damaged: {name} must be a table, not {config[name]!r:.40}")
-    config.pop(CLIENTS_DIGEST, None)
+    for name in (CLIENTS_DIGEST, RUN_ID):
+        config.pop(name, None)
     return config
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Read the random identifier of a run in its ``run.json``; None for a run that was made before there were any.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged.
+    """
+    run_id: str | None = read_sealed(folder / CONFIG).get(RUN_ID)
+    return run_id
 
 
 def read_clients(folder: Path) -> list[dict[str, Any]]:
@@ -194,7 +208,7 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
         return []
     column_types = {"round": int, "model": str, "prompt": str, "answer": str}
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if all(type(row[name]) is column_type for row in rows for name, column_type in column_types.items()):
             return rows
     except (ValueError, TypeError, KeyError):
@@ -273,7 +287,7 @@ def _exists(path: Path) -> bool:
 
 def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
     """The status of a run folder; ``stopped`` instead of ``running`` if the process that wrote it is gone."""
-    if status.get("state") != "running" or is_alive(read_holder(folder)):
+    if status.get("state") != "running" or is_in_use(folder):
         return status
     message = "its process ended without a word: it was killed, or the disk was full"
     return {**status, "state": "stopped", "message": message}

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,10 +34,12 @@ from .run_files import (
     LEDGER,
     RECORDS_FILE,
     REPRESENTATIONS,
+    RUN_ID,
     STATUS,
     encode_line,
     encode_representations,
     read_clients,
+    read_run_id,
     write_config,
 )
 from .state import State
@@ -76,6 +80,11 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
+    @cached_property
+    def run_id(self) -> str | None:
+        """Random identifier of the run; None for a run that was made before there were any."""
+        return read_run_id(self.path)
+
     def create(self, force: bool) -> None:
         """Make the folder.
 
@@ -94,11 +103,12 @@ class RunFolder:
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         self._lock.enter_context(exclusive(self.path))
+        self.run_id = secrets.token_hex(16)
         write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
         write_atomically(self.path / RECORDS_FILE, b"")
         self.status("running", 0)
         # last, because a folder counts as a run as soon as it holds this file
-        write_config(self.path, self.config)
+        self.reconfigure()
 
     @staticmethod
     def taken(path: Path) -> CheckpointError:
@@ -117,15 +127,14 @@ class RunFolder:
         )
 
     @staticmethod
-    def move_aside(path: Path) -> None:
-        """Rename a folder to the first free name of those that end in ``.old-1``, ``.old-2``, ...
+    def move_aside(path: Path) -> Path:
+        """Rename a folder to the first free name of those that end in ``.old-1``, ``.old-2``, ..., and return the new path.
 
         Raises:
             FolderInUseError: if another process writes it.
         """
-        number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.name}.old-{i}").exists())
-        with exclusive(path), as_checkpoint_error(f"cannot move {path} aside"):
-            path.rename(path.with_name(f"{path.name}.old-{number}"))
+        with exclusive(path):
+            return _rename_aside(path)
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
         """Write ``status.json``: state, number of completed rounds and a message."""
@@ -164,8 +173,8 @@ class RunFolder:
         write_atomically(self.path / RECORDS_FILE, map(encode_line, lines))
 
     def reconfigure(self) -> None:
-        """Write the configuration again, after a change of settings that a resumed run may change."""
-        write_config(self.path, self.config)
+        """Write the configuration, at first or after a change of settings that a resumed run may change."""
+        write_config(self.path, {**self.config, RUN_ID: self.run_id})
 
     def is_due(self, round: int, last_round: int, round_interval: int | None) -> bool:
         """Whether a checkpoint follows a round.
@@ -193,7 +202,7 @@ class RunFolder:
         ):
             os.fsync(file.fileno())
         states = LazyMapping(sorted(changed_ids), state.clients.__getitem__)
-        checkpoint.save(self.path / "checkpoint", state.round, state.stored_server, states, keep)
+        checkpoint.save(self.path / "checkpoint", state.round, state.stored_server, states, keep, self.run_id)
         self._saved, self._saved_round = time.monotonic(), state.round
 
     def is_saved(self, round: int) -> bool:
@@ -202,12 +211,24 @@ class RunFolder:
 
     def save_best(self, state: State) -> None:
         """Write a whole state to ``best``, beside the checkpoints."""
-        checkpoint.save(self.path / "best", state.round, state.stored_server, state.clients)
+        checkpoint.save(
+            self.path / "best", state.round, state.stored_server, state.clients, run_id=self.run_id
+        )
 
     def remove_later_best(self, round: int) -> None:
-        """Remove the state in ``best`` if it is of a round that will be repeated."""
+        """Remove the state in ``best`` if it is of a round that will be repeated; move it aside if it is damaged."""
         folder = self.path / "best"
-        if checkpoint.exists(folder) and checkpoint.rounds_kept(folder)[-1] > round:
+        try:
+            is_later = checkpoint.exists(folder) and checkpoint.rounds_kept(folder)[-1] > round
+        except CheckpointError:
+            logger.warning(
+                "the state of the best round in %s is damaged or cannot be read, and was moved to %s. The run goes on without "
+                "it, and keeps the state of a better round.",
+                folder,
+                _rename_aside(folder),
+            )
+            return
+        if is_later:
             with as_checkpoint_error(f"cannot remove {folder}"):
                 shutil.rmtree(folder)
 
@@ -219,7 +240,7 @@ class RunFolder:
             folder_name: ``checkpoint`` for the last checkpoint, ``best`` for that of the best round by validation.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or it is damaged.
+            CheckpointError: if there is no checkpoint, or it is damaged or of another run.
         """
         if folder_name == "best" and not checkpoint.exists(self.path / folder_name):
             raise CheckpointError(
@@ -228,7 +249,7 @@ class RunFolder:
                 python="or run the experiment with keep_best=True.",
                 command="or run the experiment with run.keep_best=true.",
             )
-        return checkpoint.load(self.path / folder_name, store)
+        return checkpoint.load(self.path / folder_name, store, self.run_id)
 
     def lock(self) -> None:
         """Keep other processes from writing the folder; raises FolderInUseError if one does."""
@@ -265,15 +286,29 @@ class RunFolder:
             round: number of completed rounds.
             stored_config: configuration that the folder held before.
         """
-        status, stored_run, current_run = self.read_status(), stored_config["run"], self.config["run"]
-        is_same = all(stored_run.get(name) == current_run[name] for name in ("rounds", "patience"))
-        is_same &= stored_run.get("callbacks", []) == current_run["callbacks"]
+        status, is_same = self.read_status(), ends_equally(stored_config["run"], self.config["run"])
         return is_same and status.get("state") == "finished" and status.get("rounds") == round
 
     def save_representations(self, representations: dict[str, Tensor]) -> None:
         """Store test representations for plots."""
         if representations:
             write_atomically(self.path / REPRESENTATIONS, encode_representations(representations))
+
+
+def ends_equally(stored_run: Mapping[str, Any], current_run: Mapping[str, Any]) -> bool:
+    """Whether settings of a run, as ``run.json`` stores them, do not ask for another end than the stored ones."""
+    is_same = all(stored_run.get(name) == current_run[name] for name in ("rounds", "patience"))
+    return is_same and stored_run.get("callbacks", []) == current_run["callbacks"]
+
+
+def _rename_aside(path: Path) -> Path:
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"cannot move {path} aside: it is the working folder, or holds it. Choose another folder."
+        )
+    new_paths = (path.with_name(f"{path.name}.old-{i}") for i in range(1, 10**6))
+    with as_checkpoint_error(f"cannot move {path} aside"):
+        return path.rename(next(new_path for new_path in new_paths if not new_path.exists()))
 
 
 def versions() -> dict[str, str]:

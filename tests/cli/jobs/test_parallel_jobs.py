@@ -144,3 +144,9 @@ def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(
 
 def test_a_number_of_jobs_below_one(capsys: Capsys) -> None:
     assert "--jobs is a number of runs at a time" in refused(capsys, "compare", write(Path()), "--jobs", "0")
+
+
+def test_a_missing_temporary_folder_is_named(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    said = refused(capsys, "compare", write(Path()), "--jobs", "2")
+    assert "Set TMPDIR to a folder that can be written" in said

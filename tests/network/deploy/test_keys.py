@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.cli.main import main
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import CheckpointError, ConfigError
 
 pytest.importorskip("cryptography")
 from cryptography import x509
@@ -263,3 +263,20 @@ def test_keys_that_other_users_can_read_are_refused(folder: Path, name: str, mod
             read(folder / own)
         path.chmod(before)
         read(folder / own)
+
+
+def test_a_full_disk_leaves_no_part_of_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = keys.write_key_file
+
+    def fail(path: Path, content: bytes, mode: int = 0o644) -> None:
+        if path.name == "client.key":
+            raise CheckpointError(f"cannot write {path}: No space left on device")
+        write(path, content, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "write_key_file", fail)
+        with pytest.raises(CheckpointError, match="No space left"):
+            make_keys(tmp_path / "keys", 1, [])
+    assert not list(tmp_path.iterdir())
+    make_keys(tmp_path / "keys", 1, [])
+    assert ClientKeys.read(tmp_path / "keys" / "client-0").key.is_file()

@@ -447,3 +447,18 @@ def test_a_fingerprint_has_thirty_digits_in_groups_of_five() -> None:
     assert compute_fingerprint(key) == digits(key)
     assert [len(group) for group in compute_fingerprint(key).split(" ")] == [5] * 6
     assert os.linesep not in compute_fingerprint(key)
+
+
+def test_a_damaged_file_of_the_authority_is_named(operator: Path, said: Said) -> None:
+    for name, damage in (("ca.key", "no private key"), ("server/ca.crt", "no certificate")):
+        path = operator / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        said()
+        assert main(["keys", str(operator), "--renew"]) == 1
+        assert f"{path} is {damage} that can be read" in said()
+        path.write_bytes(whole)
+    path = operator / "server" / "ca.crt"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ConfigError, match=r"ca\.crt is no certificate"):
+        KeyRoster.read(operator / "server" / "roster.json", path)

@@ -1,6 +1,9 @@
 """The page as a browser, a reader and a second run of the command get it."""
 
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -319,3 +322,13 @@ def test_refusals(make_run, tmp_path):
     write_report([make_run("a")], tmp_path / "new" / "r.html")
     assert (tmp_path / "new" / "r.html").exists()
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.full
+def test_a_report_is_written_where_the_encoding_of_the_system_is_ascii(make_run, tmp_path):
+    folder = make_run("a", 0).folder
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "fedlowrank", "report", str(folder), "-o", str(tmp_path / "r.html")]
+    actual = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert actual.returncode == 0, actual.stderr.decode()
+    assert "±" in (tmp_path / "r.html").read_text(encoding="utf-8")

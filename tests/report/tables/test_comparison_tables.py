@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedlowrank.core.io.text import on_one_line
-from fedlowrank.report import compare_runs
+from fedlowrank.report import compare_runs, render_terminal
 from fedlowrank.report.formats.markdown import comparison_markdown
 from fedlowrank.report.number_formats import (
     MISSING,
@@ -25,6 +25,7 @@ from fedlowrank.report.number_formats import (
     format_tick,
 )
 from fedlowrank.report.run_comparison import to_csv
+from fedlowrank.rounds.logs.console import console
 from tests.report.report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
@@ -37,6 +38,14 @@ def test_columns_appear_where_they_have_something_to_say(make_run):
     full = compare_runs([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
     assert {"over seeds", "n", "paper", "difference"} <= set(titles_of(full))
     assert [row["label"] for row in rows_of(full)] == ["a", "b", "c"]
+
+
+def test_the_heading_names_a_spread_that_is_no_interval(make_run):
+    for seeds in ([0], [0, 1]):
+        table = compare_runs([make_run("a", seed) for seed in seeds]).result_tables["accuracy"]
+        headings = [column.heading for column in table.columns]
+        assert headings[0] == "last round / % ± std over clients"
+        assert [heading for heading in headings[1:] if "±" in heading] == []
 
 
 def test_reference_and_difference(make_run):
@@ -172,3 +181,14 @@ def test_a_table_has_one_number_format(make_run, tmp_path):
 
 def test_a_zero_has_no_minus_sign() -> None:
     assert format_signed("-0.0 [-0.05, -0.00], -10") == "0.0 [−0.05, 0.00], −10"
+
+
+def test_a_narrow_terminal_loses_no_digit(make_run):
+    table = compare_runs([make_run(m, s) for m in "abc" for s in (0, 1)])
+    numbers = set(re.findall(r"\d+\.\d+", text_of(table)))
+    assert len(numbers) > 10
+    for width in (20, 40, 60):
+        narrow = console()
+        narrow.file, narrow.width = io.StringIO(), width
+        narrow.print(render_terminal(table, all_tables=True))
+        assert numbers <= set(re.findall(r"\d+\.\d+", narrow.file.getvalue()))

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ...config.comparison import PlannedRun
-from ...core.errors import FedlowrankError
+from ...core.errors import CheckpointError, FedlowrankError
 from ...rounds.logs.progress import CONSOLE
 
 Event = dict[str, Any]
@@ -64,8 +64,14 @@ class RunWorker:
     """A worker process."""
 
     def __init__(self) -> None:
+        try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make a temporary file for a worker process: {error.strerror}. Set TMPDIR to a folder that can be "
+                "written."
+            ) from error
         # a session of its own: Ctrl-C reaches only the parent, which interrupts every worker once
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker"],
             stdin=subprocess.PIPE,

@@ -18,6 +18,8 @@ J = TypeVar("J", dict[str, Any], list[Any])
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file completely or not at all: temporary file, fsync, rename, fsync of the folder.
 
+    A device or a pipe is written directly.
+
     Args:
         path: path of the file.
         data: content of the file, in one piece or in parts.
@@ -25,12 +27,17 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then unchanged.
     """
-    temporary_path = path.with_name(path.name + ".part")
+    temporary_path = path.parent / f"{path.name}.part"
     with as_checkpoint_error(f"cannot write {path}"):
+        chunks = [data] if isinstance(data, bytes) else data
+        if path.exists() and not path.is_file():
+            # a device or a pipe cannot be replaced; a folder raises an error here
+            with path.open("wb") as file:
+                file.writelines(chunks)
+            return
         try:
             with temporary_path.open("wb") as file:
-                for chunk in [data] if isinstance(data, bytes) else data:
-                    file.write(chunk)
+                file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
             temporary_path.replace(path)

@@ -93,11 +93,11 @@ class Roster:
 
     def _read(self) -> dict[bytes, Member]:
         members = {}
-        node_ids = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
+        node_ids = json.loads(self.nodes.read_text(encoding="utf-8")) if self.nodes.exists() else {}
         for path in self.folder.glob("*.pub"):
             # a key may be revoked while it is read or not registered yet, and a file may hold no key; neither admits a client
             with contextlib.suppress(OSError, ValueError, LookupError):
-                line = path.read_text().strip()
+                line = path.read_text(encoding="utf-8").strip()
                 key = load_ssh_public_key(line.encode())
                 if isinstance(key, ec.EllipticCurvePublicKey):
                     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from ...core.errors import ConfigError
-from ...storage.lock import FolderInUseError, is_alive, read_holder
+from ...storage.lock import FolderInUseError, is_in_use, read_holder
 from .flower_process import ProcessError, listen
 
 PORT_COUNT = 1 << 16
@@ -103,4 +103,4 @@ def _describe_listener(port: int) -> str | None:
 def _find_server(process_folder: Path) -> int | None:
     """Find the living process that uses the folder of a server; None if there is none."""
     holder = read_holder(process_folder)
-    return int(holder["pid"]) if is_alive(holder) else None
+    return int(holder["pid"]) if holder and is_in_use(process_folder) else None

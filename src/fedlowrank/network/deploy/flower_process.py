@@ -170,7 +170,7 @@ class FlowerProcess:
     def _end_orphans(self) -> None:
         """End the processes that a killed process started in this home; the lock shows that it is gone."""
         try:
-            record = json.loads(self._record.read_text())
+            record = json.loads(self._record.read_text(encoding="utf-8"))
             pid, address = int(record["pid"]), str(record["address"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return

@@ -17,6 +17,7 @@ import datetime
 import ipaddress
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ class ServerKeys:
             if entry is None:
                 if entries:
                     logger.info("%s is in no roster: other clients cannot know of it", path)
-            elif entry.key != strip_key_comment(path.read_text()):
+            elif entry.key != strip_key_comment(path.read_text(encoding="utf-8")):
                 raise ConfigError(
                     f"{path} is not the key of client {client_id} in {roster_path}. Revoke the client and enter it again "
                     "where `ca.key` lies, and bring the folder `server` from there."
@@ -155,7 +156,7 @@ def make_keys(folder: Path, client_count: int, hosts: Sequence[str], days: int =
 
     Raises:
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
-        CheckpointError: if the disk is full.
+        CheckpointError: if the disk is full; the folder is then removed.
     """
     if client_count < 0:
         raise ConfigError(f"a federation cannot have {client_count} clients; 0 if each makes its own key")
@@ -168,6 +169,17 @@ def make_keys(folder: Path, client_count: int, hosts: Sequence[str], days: int =
         )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, mode=0o700)
+    try:
+        _fill_folder(folder, client_count, names, days)
+    except BaseException:
+        # a part of the keys is of no use, and would be in the way of the next attempt
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _fill_folder(folder: Path, client_count: int, names: list[x509.GeneralName], days: int) -> None:
+    """Write the keys of a federation into an empty folder."""
+    with as_checkpoint_error(f"cannot make {folder / 'server'}"):
         (folder / "server").mkdir(mode=0o700)
         (folder / "server" / "clients").mkdir()
     key = ec.generate_private_key(ec.SECP384R1())
@@ -280,7 +292,7 @@ def find_expired_clients(folder: Path) -> list[int]:
 def name_revoked(server_folder: Path, key: str) -> str:
     """Name the client of a revoked public key, for logs; ``server_folder`` is the server's part of the keys."""
     for path in (server_folder / "revoked").glob("*.pub"):
-        if path.read_text().strip() == key:
+        if path.read_text(encoding="utf-8").strip() == key:
             return f"client {path.stem.partition('-')[0]}"
     return "a client whose public key was removed"
 

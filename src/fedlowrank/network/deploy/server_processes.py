@@ -137,7 +137,7 @@ class SuperLink(FlowerProcess):
         Raises:
             ProcessError: if Flower refuses the client.
         """
-        key, node_ids = public_key.read_text().strip(), self._read_known_keys()
+        key, node_ids = public_key.read_text(encoding="utf-8").strip(), self._read_known_keys()
         if key not in node_ids:
             node_ids[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
             write_json(self._registered, node_ids)
@@ -149,7 +149,7 @@ class SuperLink(FlowerProcess):
         for path in public_keys:
             # a key may be revoked meanwhile
             with contextlib.suppress(FileNotFoundError):
-                allowed_keys.add(path.read_text().strip())
+                allowed_keys.add(path.read_text(encoding="utf-8").strip())
         removed_keys = sorted(node_ids.keys() - allowed_keys)
         for key in removed_keys:
             self._flwr("supernode", "unregister", str(node_ids.pop(key)))
@@ -173,7 +173,7 @@ class SuperLink(FlowerProcess):
     def _read_known_keys(self) -> dict[str, int]:
         """Flower's number of every registered public key."""
         node_ids: dict[str, int] = (
-            json.loads(self._registered.read_text()) if self._registered.exists() else {}
+            json.loads(self._registered.read_text(encoding="utf-8")) if self._registered.exists() else {}
         )
         return node_ids
 

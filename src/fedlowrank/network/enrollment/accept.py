@@ -51,19 +51,19 @@ def accept_request(
         server_folder / "clients" / f"{request.client}.pub",
         folder / f"client-{request.client}",
     )
-    if public_path.exists() and strip_key_comment(public_path.read_text()) != request.key:
+    if public_path.exists() and strip_key_comment(public_path.read_text(encoding="utf-8")) != request.key:
         raise ConfigError(
             f"client {request.client} has another key, {public_path}. If it is to get this one instead, revoke that: "
             f"`fedlowrank keys {shlex.quote(str(folder))} --revoke {request.client}`"
         )
     for key_path in server_folder.glob("revoked/*.pub"):
-        if strip_key_comment(key_path.read_text()) == request.key:
+        if strip_key_comment(key_path.read_text(encoding="utf-8")) == request.key:
             raise ConfigError(
                 f"{path} has a key that was revoked, {key_path}. Ask client {request.client} to make another one, in "
                 "another folder"
             )
     for key_path in server_folder.glob("clients/*.pub"):
-        if key_path != public_path and strip_key_comment(key_path.read_text()) == request.key:
+        if key_path != public_path and strip_key_comment(key_path.read_text(encoding="utf-8")) == request.key:
             raise ConfigError(f"{path} has the key of client {key_path.stem}; a key belongs to one client")
     if (client_folder / "client.key").exists():
         raise ConfigError(
@@ -84,12 +84,12 @@ def prolong_client(folder: Path, client_id: int, days: int) -> None:
     server_folder = folder / "server"
     public_path = server_folder / "clients" / f"{client_id}.pub"
     if not public_path.is_file():
-        revoked_keys = {path.read_text() for path in server_folder.glob("revoked/*.pub")}
+        revoked_keys = {path.read_text(encoding="utf-8") for path in server_folder.glob("revoked/*.pub")}
         expired_paths = sorted(
             (
                 path
                 for path in server_folder.glob(f"expired/{client_id}-*.pub")
-                if path.read_text() not in revoked_keys
+                if path.read_text(encoding="utf-8") not in revoked_keys
             ),
             key=lambda path: path.stat().st_mtime,
         )

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ...core.errors import ConfigError
-from ...core.io.atomic_files import as_checkpoint_error
+from ...core.io.atomic_files import as_checkpoint_error, sync_folder
 from ...core.io.private_files import refuse_readable
 
 AUTHORITY_DAYS = 3650
@@ -38,11 +39,35 @@ def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certi
     (key_path,) = find_key_files(folder, "ca.key")
     (path,) = find_key_files(folder / "server", "ca.crt")
     refuse_readable(key_path)
-    key = load_pem_private_key(key_path.read_bytes(), None)
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    with as_checkpoint_error(f"cannot read {key_path}"):
+        content = key_path.read_bytes()
+    try:
+        key = load_pem_private_key(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(
+            f"{key_path} is no private key that can be read ({error}). Restore it from a copy."
+        ) from error
+    certificate = read_certificate(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise ConfigError(f"{key_path} is not the key of {path}. Put the two of one make together.")
     return key, certificate
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate.
+
+    Raises:
+        ConfigError: if the file is no certificate; the message names it.
+        CheckpointError: if the file cannot be read.
+    """
+    with as_checkpoint_error(f"cannot read {path}"):
+        content = path.read_bytes()
+    try:
+        return x509.load_pem_x509_certificate(content)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no certificate that can be read ({error}). Restore it from a copy, or ask the server's operator for it."
+        ) from error
 
 
 def check_days(days: int) -> None:
@@ -52,10 +77,13 @@ def check_days(days: int) -> None:
 
 
 def write_key_file(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file atomically, with its final mode from the beginning."""
+    """Write a file atomically, with its final mode from the beginning; it is on the disk on return."""
     temporary_path = path.with_name(f"{path.name}.new")
     with as_checkpoint_error(f"cannot write {path}"):
         temporary_path.unlink(missing_ok=True)
         with os.fdopen(os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         temporary_path.replace(path)
+        sync_folder(path.parent)

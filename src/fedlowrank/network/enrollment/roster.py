@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -22,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import read_json
-from .key_files import read_authority, write_key_file
+from .key_files import read_authority, read_certificate, write_key_file
 
 ROSTER_FILE = "roster.json"
 """Name of the file in the folders ``server`` and ``client-3``."""
@@ -106,10 +105,13 @@ class KeyRoster:
             authority: path of the certificate of the authority that signed it.
 
         Raises:
-            ConfigError: if the file is not signed by the authority, or is no roster.
+            ConfigError: if the file is not signed by the authority, is no roster, or the certificate is none.
             CheckpointError: if the file cannot be read.
         """
         table: dict[str, Any] = read_json(path, dict)
+        key = read_certificate(authority).public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ConfigError(f"{authority} is a certificate of another kind")
         try:
             roster = cls(
                 {
@@ -117,9 +119,6 @@ class KeyRoster:
                     for n, fields in table["clients"].items()
                 }
             )
-            key = x509.load_pem_x509_certificate(authority.read_bytes()).public_key()
-            if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ConfigError(f"{authority} is a certificate of another kind")
             signature = bytes.fromhex(table["signature"])
             key.verify(signature, _SIGNED_PREFIX + roster._encode_content(), ec.ECDSA(hashes.SHA384()))
             if table["clients"] != roster._make_table():
@@ -129,7 +128,7 @@ class KeyRoster:
                 f"{path} is not signed by {authority}: it was changed, or the two are of different federations. Ask "
                 "the server's operator for both files, and compare the fingerprints by phone."
             ) from None
-        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no roster that can be read ({error}). Ask the operator for it."
             ) from error
@@ -182,7 +181,7 @@ def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
     stored_entries = KeyRoster.read(path, server_folder / "ca.crt").clients if path.exists() else {}
     entries = {}
     for public_path in sorted((server_folder / "clients").glob("*.pub")):
-        client_id, line = int(public_path.stem), strip_key_comment(public_path.read_text())
+        client_id, line = int(public_path.stem), strip_key_comment(public_path.read_text(encoding="utf-8"))
         parse_public_key(line, public_path)
         stored_entry, life = stored_entries.get(client_id), (days or {}).get(client_id)
         if life is not None:

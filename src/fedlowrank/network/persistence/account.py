@@ -79,7 +79,7 @@ class Account:
         path = folder / ACCOUNT
         try:
             with as_checkpoint_error(f"cannot read {path}"):
-                text = path.read_text()
+                text = path.read_text(encoding="utf-8")
             check_seal(json.loads(text), path)
             return _ADAPTER.validate_json(text, strict=True)
         except (ValueError, AttributeError, RecursionError) as error:

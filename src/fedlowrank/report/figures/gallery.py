@@ -158,7 +158,9 @@ def _sheet_entry(picture: Picture, stem: str, kinds: Sequence[str]) -> dict[str,
 
 def _render_sheet(title: str, sheets: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((resources.files(__package__) / "contact.html.j2").read_text())
+    template = environment.from_string(
+        (resources.files(__package__) / "contact.html.j2").read_text(encoding="utf-8")
+    )
     return template.render(title=title, sheets=sheets).lstrip()
 
 

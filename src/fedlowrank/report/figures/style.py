@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -25,6 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
+from ...core.errors import ConfigError
+from ...core.io.atomic_files import write_atomically
 from ...core.io.text import on_one_line
 
 # Both lists maximize the smallest distance in Oklab between any two colors, for normal vision, protanopia,
@@ -245,6 +248,22 @@ def css_variables(light: Sequence[str], dark: Sequence[str]) -> str:
         "".join(f"--s{i}:{color};" for i, color in enumerate(colors)) for colors in (light, dark)
     )
     return f":root{{{light_rules}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark_rules}}}}}\n"
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure to a file completely or not at all; the ending of its name chooses the format.
+
+    Raises:
+        ConfigError: if the format is not known.
+        CheckpointError: if the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    try:
+        with matplotlib.rc_context(EMBEDDED_FONTS):
+            figure.savefig(buffer, format=path.suffix[1:] or None)
+    except ValueError as error:
+        raise ConfigError(f"cannot draw {path}: {error}") from error
+    write_atomically(path, buffer.getvalue())
 
 
 def to_svg(figure: Figure, name: str, tips: Sequence[Tip] = ()) -> str:

@@ -90,9 +90,11 @@ def render_page(
     page = {
         "title": _join_titles([entry["title"] for entry in sections]),
         # not escaped, because nothing of the style sheet comes from a run
-        "css": Markup(css_variables(LIGHT, DARK) + (template_folder / "page.css").read_text()),
+        "css": Markup(
+            css_variables(LIGHT, DARK) + (template_folder / "page.css").read_text(encoding="utf-8")
+        ),
         # not escaped, because nothing of the script comes from a run
-        "script": Markup((template_folder / "page.js").read_text().rstrip("\n")),
+        "script": Markup((template_folder / "page.js").read_text(encoding="utf-8").rstrip("\n")),
         "downloads": [
             (f"report.{kind}", f"data:text/plain;charset=utf-8,{quote(text)}")
             for kind, text in downloads.items()
@@ -110,7 +112,7 @@ def render_page(
         "experiments": [experiment.name for experiment in experiments],
     }
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((template_folder / "page.html.j2").read_text())
+    template = environment.from_string((template_folder / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(page=page).lstrip()
 
 

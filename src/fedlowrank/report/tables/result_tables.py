@@ -71,6 +71,10 @@ def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
     return TEST_ACCURACY, TOKEN_LOSS if measure_names == {TOKEN_LOSS.sentence_name} else TEST_LOSS
 
 
+SPREAD = "± std over clients"
+"""Part of the headings of columns whose ± is no confidence interval."""
+
+
 def _column(
     frame: pd.DataFrame, title: str, key: str, formatter: Callable[..., str], spread_key: str = "", *,
     always: bool = False, unit: str = "", note: str = "", is_wide: bool = False,
@@ -124,9 +128,8 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         formatter, spread_key = (
             (measure.format_pair, key(spread_name)) if spread_name else (measure.format_number, "")
         )
-        return _column(
-            frame, title, key(name), formatter, spread_key, unit=measure.unit, note=note, **options
-        )
+        unit = f"{measure.unit} {SPREAD}".strip() if spread_name.startswith("std") else measure.unit
+        return _column(frame, title, key(name), formatter, spread_key, unit=unit, note=note, **options)
 
     exclusions = [
         text for key, text in (("clients_unseen", "that never train"), ("clients_hostile", "that are hostile"))
@@ -235,7 +238,8 @@ def _size_columns(frame: pd.DataFrame, shows_sizes: bool) -> Iterator[Cells]:
     for suffix in suffixes:
         title, spread_key = f"parameters {suffix[1:]}".rstrip(), f"{model_key}_std{suffix}"
         yield from _column(
-            frame, title, f"{model_key}{suffix}", format_si_pair, spread_key, note="" if suffix else note
+            frame, title, f"{model_key}{suffix}", format_si_pair, spread_key, note="" if suffix else note,
+            unit=SPREAD if _floats(frame, spread_key).gt(0).any() else "",
         )  # fmt: skip
         paper_title = f"paper {suffix[1:]}".rstrip()
         yield from _column(frame, paper_title, f"{paper_key}{suffix}", lambda value: format_si(1e6 * value))

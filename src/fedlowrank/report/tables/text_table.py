@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from ...core.io.text import on_one_line
 
-TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
+TERMINAL = (
+    80  # maximum characters of a line in a terminal; a table that needs more continues in a further table
+)
 LABEL = 24  # maximum characters of a label in a terminal; a longer one takes several lines
 
 
@@ -68,9 +71,23 @@ def _markdown_cell(table: TextTable, row: int, column: int) -> str:
     return f"**{text}**" if (row, column) in table.bold else text
 
 
-def to_rich(table: TextTable) -> Iterator[Table | Text]:
-    """Yield as many tables as the width of a terminal requires, each with the fields in front, then the note."""
-    for i, columns in enumerate(_split_columns(table)):
+@dataclass(frozen=True)
+class TerminalTable:
+    """Form of a table for a terminal: as many tables as the width of the console requires, then the note.
+
+    Each of them has the fields in front. A console that is narrower than a number breaks its lines: no digit is left out.
+    """
+
+    table: TextTable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        """Yield the tables for the width of a console."""
+        yield from _fit_tables(self.table, min(TERMINAL, options.max_width))
+
+
+def _fit_tables(table: TextTable, width: int) -> Iterator[Table | Text]:
+    """Yield the tables of at most ``width`` characters a line, if their numbers fit, and the note."""
+    for i, columns in enumerate(_split_columns(table, width)):
         title = Text(table.title + (", continued" if i else ""))
         rich_table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for field in table.fields:
@@ -78,10 +95,12 @@ def to_rich(table: TextTable) -> Iterator[Table | Text]:
                 Text(field), overflow="fold", no_wrap=bool(table.note), min_width=None if table.note else 10
             )
         for index in columns:
-            column = table.columns[index]
+            column, is_wrapped = table.columns[index], _wraps(table, table.columns[index])
             rich_table.add_column(
                 Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
-                no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
+                no_wrap=not is_wrapped, max_width=LABEL if table.note else None,
+                # rich would cut what does not fit
+                min_width=None if is_wrapped else max(map(len, _column_lines(table, index))),
             )  # fmt: skip
         cell_indices = [*range(len(table.fields)), *(len(table.fields) + index for index in columns)]
         for y, row in enumerate(table.rows):
@@ -104,13 +123,20 @@ def _stack(column: TableColumn) -> str:
     return column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)
 
 
-def _split_columns(table: TextTable) -> Sequence[Sequence[int]]:
+def _column_lines(table: TextTable, index: int) -> list[str]:
+    """Lines of the heading and the cells of a column."""
+    column = table.columns[index]
+    heading = [column.title] if table.note else _stack(column).splitlines()
+    return [*heading, *(row[len(table.fields) + index] for row in table.rows)]
+
+
+def _split_columns(table: TextTable, width: int) -> Sequence[Sequence[int]]:
     """Indices of the columns in each table of a terminal."""
     field_widths = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
     label_width = (
         sum(3 + width for width in field_widths) if table.note else max(10, min(LABEL, field_widths[0]))
     )
-    available_width = TERMINAL - 2 - label_width
+    available_width = width - 2 - label_width
     full_shares = _pack_columns(table, range(len(table.columns)), available_width)
     if len(full_shares) == 1:
         return full_shares
@@ -124,10 +150,8 @@ def _pack_columns(table: TextTable, indices: Iterable[int], available_width: int
     shares: list[list[int]] = []
     remaining_width = 0
     for index in indices:
-        column = table.columns[index]
-        heading = [column.title] if table.note else _stack(column).splitlines()
-        lines = [*heading, *(row[len(table.fields) + index] for row in table.rows)]
-        width = 3 + min(max(map(len, lines)), LABEL if _wraps(table, column) else TERMINAL)
+        max_length = max(map(len, _column_lines(table, index)))
+        width = 3 + (min(max_length, LABEL) if _wraps(table, table.columns[index]) else max_length)
         if not shares or width > remaining_width:
             shares.append([])
             remaining_width = available_width

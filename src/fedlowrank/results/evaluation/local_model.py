@@ -13,7 +13,7 @@ import torch
 from ...core import tree
 from ...core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
 from ...core.contract.client_model import ModelSum, Predictor
-from ...core.contract.hook_results import check_client_model
+from ...core.contract.hook_results import check_client_model, check_tree
 from ...core.contract.training_request import Trainer
 from ...core.key import Key
 from ...core.tree import Params
@@ -163,7 +163,9 @@ def make_local_model(
     model = task.model(info).with_local_statistics(engine_trainer.inputs, engine_trainer.owner)
     view = ClientView(info, task, model, round, engine_trainer.data.key, trainer or engine_trainer)
     with torch.inference_mode(False):
-        message = tree.canonical(method.download(server, info)) if is_server_known else download
+        message = download
+        if is_server_known:
+            message = tree.canonical(check_tree(method, "download", method.download(server, info)))
         client_model = check_client_model(method, method.client_model(state, message, view))
         server_params = method.server_model(server, state, view) if is_server_known else None
     return LocalModel(client_model, model, view.key / "evaluation", server_params)

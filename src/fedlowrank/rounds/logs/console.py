@@ -1,25 +1,32 @@
-"""The console on which commands print; it never reads markup in the text of users."""
+"""The console on which commands print; it never reads markup in the text of users, and printing never ends a run."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 
+from ...core.io.streams import TolerantStream
+
 
 class _Console(Console):
-    """A console that breaks no word, and raises an error for a closed pipe, which the command line handles."""
+    """A console that breaks no word, cuts no line, and drops what cannot be written."""
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream to write to."""
+        return cast("IO[str]", TolerantStream(cast("Any", super().file)))
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
         """Print as Rich does, but leave a text unwrapped if a word, such as a path, is wider than the console."""
         if soft_wrap is None:
             words = [word for text in objects if isinstance(text, str) for word in text.split()]
             soft_wrap = any(len(word) > self.width for word in words)
-        super().print(*objects, soft_wrap=soft_wrap, **options)
-
-    def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError instead of ending the process."""
-        raise BrokenPipeError
+        super().print(*objects, soft_wrap=soft_wrap, **{"crop": False, **options})
 
 
 def console(*, stderr: bool = False) -> Console:

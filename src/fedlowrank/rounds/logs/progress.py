@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ...core.io.streams import TolerantStream
 from ...results.client_numbers import LOSS
 from ...results.records import RoundRecord
 from ...results.varied_settings import name_varied
@@ -47,7 +48,7 @@ def run_label(config: Mapping[str, Any]) -> str:
 
 def tell(text: str) -> None:
     """Print a text on the error stream, beside a progress bar."""
-    print(text, file=sys.stderr)
+    print(text, file=TolerantStream(sys.stderr))
 
 
 @contextmanager

@@ -22,9 +22,9 @@ def find_client_rank(method: AnyMethod, client: ClientInfo) -> int | None:
     return settings.find_set_rank(client) if isinstance(settings, SetsRanks) else None
 
 
-def list_remarks(method: AnyMethod, task: Task) -> list[str]:
-    """List the remarks of a method on a task, and one if clients have ranks that the method does not read."""
+def list_remarks(method: AnyMethod, task: Task, title: str) -> list[str]:
+    """List the remarks of a method on a task under its title, and one if clients have ranks that the method does not read."""
     remarks = method.remarks(task)
     if any(c.rank for c in task.clients) and not any(find_client_rank(method, c) for c in task.clients):
         remarks = [*remarks, "it does not read the ranks of clients: all train the factors of the model"]
-    return remarks
+    return [f"{title}: {remark}" for remark in remarks]

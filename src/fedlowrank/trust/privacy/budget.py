@@ -191,12 +191,20 @@ class Budget:
 
     def spent(self) -> float:
         """ε of this run until now: of the models that the server released, or of the client that was charged most."""
-        kind: Literal["central", "local"] = "local" if self.is_local else "central"
-        return self.ledger.spent(kind, self._delta, self.privacy.accountant)
+        return self._epsilon_of(self.ledger)
 
-    def describe(self) -> dict[str, float]:
-        """ε until now, with its δ and the noise multiplier σ."""
-        return {"epsilon": self.spent(), "delta": self._delta, "noise": self.noise}
+    def describe(self, completed_rounds: int) -> dict[str, float]:
+        """ε after a number of rounds, with its δ and the noise multiplier σ.
+
+        A resumed run repeats the rounds after its checkpoint. With seeded noise, these release the same numbers again, so
+        that ε is that of an uninterrupted run.
+        """
+        ledger = self.ledger.before_repeats(completed_rounds, self.noise) if self.seeded else self.ledger
+        return {"epsilon": self._epsilon_of(ledger), "delta": self._delta, "noise": self.noise}
+
+    def _epsilon_of(self, ledger: PrivacyLedger) -> float:
+        kind: Literal["central", "local"] = "local" if self.is_local else "central"
+        return ledger.spent(kind, self._delta, self.privacy.accountant)
 
     def allowed(self, client_ids: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""

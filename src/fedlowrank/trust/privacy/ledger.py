@@ -123,10 +123,19 @@ class PrivacyLedger:
 
     def copy_in_memory(self) -> PrivacyLedger:
         """A ledger with the same charges and without a file."""
-        copy = PrivacyLedger()
-        for charge in self._charges:
-            copy._add(charge)
-        return copy
+        return _ledger_of(self._charges)
+
+    def before_repeats(self, round: int, noise: float) -> PrivacyLedger:
+        """The ledger without the charges that a run with seeded noise makes again.
+
+        Args:
+            round: index of the next round, from 0. A run that was stopped after its checkpoint had charged rounds from
+                this one on.
+            noise: σ of the run. A charge with another σ is of a release that the run does not repeat.
+        """
+        if not any(charge.round >= round for charge in self._charges):
+            return self
+        return _ledger_of(c for c in self._charges if c.round < round or c.noise != noise)
 
     def has(
         self, round: int, noise: float, clip: float, sampling: Sampling, client_ids: Iterable[int]
@@ -246,6 +255,14 @@ class PrivacyLedger:
             if is_new:
                 sync_folder(path.parent)
         self._whole += len(line)
+
+
+def _ledger_of(charges: Iterable[Charge]) -> PrivacyLedger:
+    """A ledger in memory with these charges."""
+    ledger = PrivacyLedger()
+    for charge in charges:
+        ledger._add(charge)
+    return ledger
 
 
 def _combine(noises: list[float]) -> float:
