@@ -29,7 +29,7 @@ def main(base: Path, adapters: Path, question: str) -> None:
             f"{adapters} holds no adapter folders; `fedlowrank adapters RUN -o {adapters}` writes them"
         )
     # all adapters of a run were trained in one format
-    prompt = write_prompt(folders[0], tokenizer, question)
+    prompt = encode_prompt(folders[0], tokenizer, question)
     print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, prompt)!r}")
     for folder in folders:
         model = PeftModel.from_pretrained(
@@ -47,27 +47,26 @@ def find_base(folder: Path, base: Path) -> Path:
     return beside if named == str(beside) else base
 
 
-def write_prompt(folder: Path, tokenizer: object, question: str) -> str:
-    """Write the prompt of a question in the training format of the run."""
+def encode_prompt(folder: Path, tokenizer: object, question: str) -> dict[str, torch.Tensor]:
+    """Encode a question in the training format of the run."""
     stored = json.loads((folder / "fedlowrank.json").read_text())
     if "prompt" not in stored:
         raise SystemExit(f"{folder} does not say how it was trained; write it again by `fedlowrank adapters`")
     template = stored["prompt"]
     if template is None:
         turns = [{"role": "user", "content": question}]
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return template.replace("{instruction}", question)
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        # a chat template writes its begin token, if it has any
+        return tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return tokenizer(template.replace("{instruction}", question), return_tensors="pt")
 
 
-def answer(model: torch.nn.Module, tokenizer: object, prompt: str) -> str:
+def answer(model: torch.nn.Module, tokenizer: object, prompt: dict[str, torch.Tensor]) -> str:
     """Generate the greedy continuation of a prompt, of at most 12 tokens."""
-    # a prompt of a chat template begins with the begin token already
-    has_begin_token = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-    rows = tokenizer(prompt, return_tensors="pt", add_special_tokens=not has_begin_token)
     generated = model.generate(
-        **rows, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        **prompt, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id
     )
-    return tokenizer.decode(generated[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def federated(base: str, given: argparse.Namespace) -> Callable[[], None]:
     from fedlowrank.rounds.run import Run
     from fedlowrank.rounds.run_settings import RunSettings
 
-    language = load_language_model(LanguageSettings(base), CONFIG, Key((0,)), ())
+    language = load_language_model(LanguageSettings(base, format="none"), CONFIG, Key((0,)), ())
     ids = torch.tensor(rows_of(base, given))
     labels = ids.clone()
     labels[:, : -given.answer] = -100

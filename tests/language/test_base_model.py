@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base_model import LanguageBase, load_base
+from fedlowrank.language.base_model import LanguageBase, keep_in_float32, load_base
 from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.models.architecture import build_module
 from tests.language.conftest import TEXTS
@@ -325,3 +325,41 @@ def test_texts_that_the_model_has_no_room_for_are_refused(gpt2: Path, llama: Pat
     tokenizer.save_pretrained(tmp_path / "base")
     with pytest.raises(DataError, match="the model does not know"):
         ExperimentConfig.parse(make_causal_tables(tmp_path / "base", tmp_path, method="fedit")).federation()
+
+
+def test_modules_in_float32_keep_the_dtype_of_the_base_for_all_that_they_take_and_give() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x: Any, *, parts: Any, cache: Any) -> Any:
+            cache.append(x)
+            return {"sums": (x @ self.weight, [parts[0]["y"] @ self.weight]), "counts": parts[1]}
+
+    class Cache:
+        def __init__(self) -> None:
+            self.tensors: list[torch.Tensor] = []
+
+        def append(self, tensor: torch.Tensor) -> None:
+            self.tensors.append(tensor)
+
+    class Base(torch.nn.Module):
+        dtype = torch.bfloat16
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+    base, cache = Base().to(torch.bfloat16), Cache()
+    weight = base.layer.weight.float()
+    keep_in_float32(base, ["layer"])
+    x, y, counts = torch.randn(3, 5).bfloat16(), torch.randn(2, 5).bfloat16(), torch.arange(2)
+    given = base.layer(x, parts=({"y": y}, counts), cache=cache)
+    (a, (b,)), same_counts = given["sums"], given["counts"]
+    for result, value in ((a, x), (b, y)):
+        assert result.dtype == torch.bfloat16
+        assert torch.equal(result, (value.float() @ weight).bfloat16())
+    assert torch.equal(same_counts, counts)
+    # an object that is changed in place stays the same one
+    assert cache.tensors[0].dtype == torch.float32

@@ -420,6 +420,36 @@ def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of libraries that flwr imports
+@pytest.mark.parametrize("command", ["run", "serve", "join", "app"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.adapters=[1]"], "run.adapters writes models of simulated clients"),
+        (["run.keep_best=true"], "run.keep_best: over a network"),
+        (["partition.kind=natural"], "set network.clients"),
+    ],
+)
+def test_what_no_network_can_do_is_refused_before_data_are_read(
+    command: str, overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("flwr")
+    file, out = tmp_path / "e.toml", tmp_path / "out"
+    # there is no such file of data
+    file.write_text(
+        f'method = "fedavg"\n[data]\nsource = "csv"\npath = "{tmp_path / "none.csv"}"\nlabel = "y"\n'
+    )
+    options = {
+        "run": ["--engine", "flower", "-o", str(out)],
+        "serve": ["--insecure", "-o", str(out)],
+        "join": ["--client", "0", "--server", "localhost:1", "--insecure", "--folder", str(out)],
+        "app": ["-o", str(out)],
+    }[command]
+    assert main([command, str(file), *overrides, *options]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_how_many_clients_there_are() -> None:
     assert count_clients(small("scaffold", 4)) == 4
     assert count_clients(small("scaffold", 4, network={"clients": 7})) == 7
@@ -554,6 +584,17 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
     assert sent[0].header == "{}"
     assert "section(s) run differ" in json.loads(sent[1].header)["rejection"]
     assert count_logged(caplog, "section(s) run differ") == 1
+
+
+def test_the_log_has_the_result_of_each_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = small("fedavg")
+    with caplog.at_level("INFO", "fedlowrank.network"):
+        serve_run(local(made, tmp_path), made, tmp_path / "run")
+    means = [record.mean(split="test") for record in RunRecord.load(tmp_path / "run").rounds]
+    expected = [
+        f"evaluation after round {t}: test {100 * (mean or 0):5.1f} %" for t, mean in enumerate(means)
+    ]
+    assert [text for text in caplog.messages if "evaluation after" in text] == expected
 
 
 @pytest.mark.full

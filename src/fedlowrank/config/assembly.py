@@ -149,11 +149,25 @@ def _compare_responses(
     return add_reference(pairs, language.architecture(example), experiment.run_here.device)
 
 
-def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
-    """Load the language model for classes of those names; None if the experiment has none."""
+def load_language(
+    experiment: FederationSettings, classes: tuple[str, ...], prompt_format: str = ""
+) -> Language | None:
+    """Load the language model without its texts.
+
+    Args:
+        experiment: experiment whose sections describe the model.
+        classes: names of the classes; empty for a model without a classification head.
+        prompt_format: format that the texts call for, which ``language.format = "auto"`` selects; empty if unknown.
+
+    Returns:
+        The model, or None if the experiment has none.
+    """
     if experiment.language is None:
         return None
-    language = language_models.load_language_model(*_language_settings(experiment), classes)
+    settings, lora, key = _language_settings(experiment)
+    if prompt_format and settings.format == "auto":
+        settings = dataclasses.replace(settings, format=prompt_format)
+    language = language_models.load_language_model(settings, lora, key, classes)
     return _complete_language(experiment, language)
 
 

@@ -468,7 +468,9 @@ class ExperimentConfig(pydantic.BaseModel):
     def _build(self, name: str) -> AnyMethod:
         own_fields = self.methods.get(name, MethodSettings()).model_extra or {}
         field_origins = {field: "defaults" for field in self.defaults if field not in own_fields}
-        return build(self._class_of(name), {**self.defaults, **own_fields}, f"methods.{name}", field_origins)
+        is_default = name == DEFAULT_METHOD and name not in (self.method, *self.compare, *self.methods)
+        table = f"the default method {name}" if is_default else f"methods.{name}"
+        return build(self._class_of(name), {**self.defaults, **own_fields}, table, field_origins)
 
     def base_method(self, name: str) -> str:
         """Built-in method or ``module:Class`` that runs under a name: a variant's method, or the name itself."""
@@ -490,9 +492,9 @@ class ExperimentConfig(pydantic.BaseModel):
         """The clients and their models, from the seed of the run; see :func:`.assembly.assemble`."""
         return assemble(self, self.shares())
 
-    def load_language(self, classes: tuple[str, ...]) -> Language | None:
-        """Language model for classes of those names, or None if the experiment has none."""
-        return load_language(self, classes)
+    def load_language(self, classes: tuple[str, ...], prompt_format: str = "") -> Language | None:
+        """Language model for classes of those names, or None if the experiment has none; see :func:`.assembly.load_language`."""
+        return load_language(self, classes, prompt_format)
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
         """Entries of ``run.json`` that the experiment adds to those of :func:`fedlowrank.rounds.simulate.describe_run`.

@@ -305,7 +305,7 @@ def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         cpuinfo: file with the system's description of its processors.
     """
     try:
-        text = cpuinfo.read_text()
+        text = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return True
     # "Features" on ARM
@@ -338,12 +338,12 @@ def keep_in_float32(model: Any, head: Sequence[str]) -> None:
         return
     for module in map(model.get_submodule, head):
         module.to(torch.float32)
-        module.register_forward_pre_hook(_cast_inputs)
+        module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         module.register_forward_hook(partial(_cast_output, dtype))
 
 
-def _cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_cast_floats(value, torch.float32) for value in args)
+def _cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
 
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -351,7 +351,16 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...],
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Convert the floating-point tensors in a value, also in tuples, lists and dicts such as the outputs of transformers."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)(**{name: _cast_floats(item, dtype) for name, item in value.items()})
+    if isinstance(value, tuple | list):
+        items = [_cast_floats(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    # other objects, such as a cache of keys and values, may be changed in place
+    return value
 
 
 def _find_source(base: LanguageBase) -> tuple[str, bool]:

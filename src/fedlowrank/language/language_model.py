@@ -22,6 +22,7 @@ from ..core.key import Key
 from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
 from ..data.dataset import Dataset
+from ..data.text.chat.chat_template import find_turn_end
 from ..data.text.label_tokens import list_label_classes
 from ..data.text.text_formats import choose_format, holds_messages, render_instruction
 from ..data.text.text_records import Instruction, Labeled, Texts, TokenLabeled
@@ -78,9 +79,10 @@ class LanguageSettings(LanguageBase):
     """Settings of the section ``[language]``: the base model, the tokenization of texts, and the precision of computation.
 
     Attributes:
-        format: format of instructions: auto (chat for rows of messages, otherwise the format of the data source, or
-            alpaca if it has none), alpaca, plain, verbatim (prompt and response with nothing between them), chat (the
-            tokenizer's template) or none. The template always writes conversations.
+        format: format of instructions: auto (chat for rows of messages, verbatim for other rows with a prompt and a
+            completion or a preference pair, none for plain text, otherwise alpaca; a note names the choice), alpaca,
+            plain, verbatim (prompt and response with nothing between them), chat (the tokenizer's template) or none. The
+            template always writes conversations.
         context: maximum number of tokens of an example.
         loss_on: tokens that the loss counts. response or assistant: the response, or all turns of the assistant; last:
             the last turn of the assistant only; all: the prompt and the response.
@@ -165,7 +167,7 @@ class Language:
             name = "start" if len(self.start) == 1 else f"start/{i}"
             digests[f"{name}/{WEIGHTS_FILE}"] = digest_of((folder / WEIGHTS_FILE).read_bytes())
             # other fields, such as the base's path, may differ
-            config = json.loads((folder / CONFIG_FILE).read_text())
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             compared_fields = {n: config.get(n) for n in COMPARED_FIELDS}
             digests[f"{name}/{CONFIG_FILE}"] = digest_of(json.dumps(compared_fields, sort_keys=True).encode())
         return digests
@@ -277,14 +279,28 @@ class Language:
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:
         metadata: dict[str, Any] = {"classes": self.classes} if self.classes else {}
-        if self.settings.task == "causal":
-            metadata = {"prompt_format": self.settings.format, "prompt": self.prompt_template}
+        if self.prompt_format:
+            metadata = {"prompt_format": self.prompt_format, "prompt": self.prompt_template}
         return AdapterFolders(self.model, self.loaded, settings.base_model, metadata)
+
+    @property
+    def prompt_format(self) -> str:
+        """The format of the training prompts; empty for a model that writes no text."""
+        return self.settings.format if self.settings.task == "causal" else ""
 
     @property
     def uses_chat_template(self) -> bool:
         """Whether the chat template writes the prompts, as it did in training."""
         return self.settings.format == "chat"
+
+    @property
+    def end_token(self) -> int | None:
+        """Id of the token that ends an answer in training; None without such a token."""
+        tokenizer = self.loaded.tokenizer
+        end_token: int | None = (
+            find_turn_end(tokenizer) if self.uses_chat_template else tokenizer.eos_token_id
+        )
+        return end_token
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -309,10 +325,10 @@ class Language:
     def _write_card(self, path: Path, base: str, model: ModelParts, facts: RunFacts) -> None:
         """Write the model card of a folder."""
         is_adapter, whole_layers = (path / METADATA_FILE).is_file(), tuple[str, ...]()
-        metadata = json.loads((path / METADATA_FILE).read_text()) if is_adapter else {}
+        metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8")) if is_adapter else {}
         if is_adapter:
             # a base that changed is stored beside its adapters
-            config = json.loads((path / "adapter_config.json").read_text())
+            config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
             base = config["base_model_name_or_path"]
             saved_modules = config["modules_to_save"] or ()
             whole_layers = tuple(
@@ -320,7 +336,7 @@ class Language:
             )
         client_id = None if path.name == COMMON_BASE_FOLDER else model.client_id
         truncation = metadata.get("truncation")
-        task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
+        task, prompt = self.settings.task, self.prompt_template if self.prompt_format else None
         rank, pad_token = metadata.get("rank"), self.loaded.model.config.pad_token_id
         has_turn_end = self.loaded.turn_end is not None
         end_tokens = find_end_tokens(self.loaded.model.generation_config) if has_turn_end else ()
@@ -338,7 +354,7 @@ class Language:
             bool(model.token_rows),
             tuple(sorted(end_tokens)),
         )
-        (path / "README.md").write_text(format_card(card, facts))
+        (path / "README.md").write_text(format_card(card, facts), encoding="utf-8")
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
         """Write one model: truncated to ``export.rank`` if that is set, otherwise without truncation.
@@ -383,14 +399,16 @@ def load_with_texts(
             f"language.format is {settings.format!r}, but the rows are lists of messages, which the chat template of the "
             "tokenizer writes. Set it to 'chat', or leave it out."
         )
-    names = tuple(classes) or _list_classes(texts)
-    settings = replace(settings, format=choose_format(texts, settings.format))
+    names, notes = tuple(classes) or _list_classes(texts), tuple[str, ...]()
+    if settings.task == "causal" and settings.format == "auto":
+        settings = replace(settings, format=choose_format(texts, settings.format))
+        notes = (f"language.format = 'auto': the rows call for the format {settings.format!r}",)
     language = load_language_model(settings, lora, key, names)
     check_positions(language.loaded.model, settings.context)
     dataset = tokenize(texts, language.loaded.tokenizer, settings.text)
     _check_tokens(dataset, language.loaded)
     assert dataset.classes == names
-    return replace(dataset, notes=(*language.loaded.notes, *dataset.notes)), language
+    return replace(dataset, notes=(*language.loaded.notes, *notes, *dataset.notes)), language
 
 
 def _check_tokens(dataset: Dataset, loaded: LoadedBase) -> None:
@@ -423,15 +441,20 @@ def load_language_model(
     """Load the base, attach the LoRA adapter, and load the start adapter if there is one.
 
     Args:
-        settings: settings of the base and of the tokenization.
+        settings: settings of the base and of the tokenization; for a causal model with another format than ``auto``.
         lora: fields of ``peft.LoraConfig``, and ``start``, the folders of adapters from whose mean the factors
             start.
         key: source of randomness for new weights and for initial factors.
         classes: class names; empty for a causal model.
 
     Raises:
-        FedlowrankError: if base and adapter do not match.
+        FedlowrankError: if base and adapter do not match, or there are no rows that could decide on the format ``auto``.
     """
+    if settings.task == "causal" and settings.format == "auto":
+        raise ConfigError(
+            "language.format is 'auto', and there are no rows here that decide on a format. Set it to that of the training, such "
+            "as 'chat', 'alpaca' or 'verbatim'."
+        )
     loaded = load_base(settings, classes, key / "base")
     if settings.task == "causal" and settings.format == "chat":
         loaded = stop_at_turn_end(loaded)

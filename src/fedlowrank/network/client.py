@@ -134,6 +134,7 @@ def prepare(
         "client": client_id,
         "tables": tables,
         "classes": list(shares.classes),
+        "format": "" if shares.language is None else shares.language.prompt_format,
         "columns": list(shares.columns),
         "clients": count_clients(experiment),
         "data": digest_of(data),
@@ -166,7 +167,7 @@ def _refuse_changed_data(
     folder: Path, stored_contents: dict[str, Any], contents: dict[str, Any], data: ClientData
 ) -> None:
     """Refuse data that differ from those in a client's folder: a new split turns old test examples into training ones."""
-    changed_parts = [name for name in ("classes", "columns") if stored_contents[name] != contents[name]]
+    changed_parts = [n for n in ("classes", "format", "columns") if stored_contents.get(n, "") != contents[n]]
     if stored_contents["data"] != contents["data"]:
         # the digest also covers notes, whose wording may change with the release
         try:
@@ -333,6 +334,7 @@ class ClientRuntime:
         self.client_count: int = contents["clients"]
         self.experiment, self.engine = _load_shared(json.dumps(contents["tables"], sort_keys=True))
         self.classes = tuple(contents["classes"])
+        self.prompt_format = str(contents.get("format", ""))
         self.columns = tuple(contents["columns"])
         self.is_private = self.experiment.run.privacy.kind != "none"
         self.is_secure = self.experiment.run.secure.on
@@ -361,7 +363,7 @@ class ClientRuntime:
     @cached_property
     def language(self) -> Any:
         """The base model, or None."""
-        return self.experiment.load_language(self.classes)
+        return self.experiment.load_language(self.classes, self.prompt_format)
 
     @cached_property
     def _draws(self) -> Participants:
@@ -497,6 +499,7 @@ class ClientRuntime:
             "x": _empty_like(self.data.train).inputs,
             "y": _empty_like(self.data.train).y,
             "classes": list(self.classes),
+            "format": self.prompt_format,
         }
         if self.columns:
             # names of inputs may be values of a text column
@@ -811,7 +814,7 @@ def _load_shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
 
 def _read_client_file(path: Path) -> dict[str, Any]:
     try:
-        contents: dict[str, Any] = json.loads(path.read_text())
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         check_seal(contents, path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no client.json") from error

@@ -21,6 +21,7 @@ from ..results.records import RoundRecord
 from ..rounds.callbacks import settings_callbacks
 from ..rounds.config_changes import check_changes
 from ..rounds.logs.loggers import check_loggers
+from ..rounds.logs.progress import describe_record
 from ..rounds.outcome.result import Result
 from ..rounds.plan import Plan, rounds_of
 from ..rounds.restore import restore_run
@@ -35,8 +36,7 @@ from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .messages import digest_sections
 from .network_run import NetworkRun
-from .operation.client_count import count_clients
-from .operation.start_checks import check_network_settings, check_secure_method
+from .operation.start_checks import check_network_experiment, check_secure_method, check_secure_start
 from .operation.validation_decline import (
     PausedError,
     describe_fall,
@@ -95,19 +95,11 @@ def drive(
         PausedError: if the clients' validation fell by more than ``network.max_fall``.
         FedlowrankError: if the experiment, the folder and the clients do not match.
     """
-    name, settings = experiment.default_method, experiment.network
-    method, client_count, limits = (
-        experiment.build_method(name),
-        count_clients(experiment),
-        experiment.network.limits,
-    )
+    client_count = check_network_experiment(experiment)
+    name, settings, limits = experiment.default_method, experiment.network, experiment.network.limits
+    method = experiment.build_method(name)
     # run.json keeps the experiment's engine, with which `fedlowrank resume` compares
-    protocol = dataclasses.replace(experiment.run_here, checkpoint_every=1, representations=0, adapters=())
-    if experiment.run.adapters:
-        raise ConfigError(
-            "run.adapters writes models of simulated clients; over a network the server and each client write their "
-            "own at the end of the run. Leave run.adapters out"
-        )
+    protocol = dataclasses.replace(experiment.run_here, checkpoint_every=1, representations=0)
     callbacks = settings_callbacks(protocol)
     check_loggers(protocol.log, run_path)
     promised = promised or settings.examples
@@ -134,7 +126,7 @@ def drive(
     else:
         check_schedules(method, protocol.rounds)
     min_registered = settings.min_registered(client_count - len(account.excluded))
-    check_network_settings(protocol, client_count, min_registered, member_keys)
+    check_secure_start(protocol, client_count, min_registered, member_keys)
     if protocol.secure.on:
         check_secure_method(method, protocol, client_count)
     registry = ClientRegistry(
@@ -195,6 +187,7 @@ def drive(
                 logger.info(
                     "round %d of %d: %d replies, %.1f s", record.round, protocol.rounds, replies, seconds
                 )
+                _log_evaluation(records[-2])
             if fall_report := _find_fall(engine, records, run_path):
                 # a person who resumes the run unchanged accepts the fall
                 account.paused, account.watched_from = fall_report.removeprefix("paused: "), record.round - 1
@@ -206,10 +199,18 @@ def drive(
         result = Result(run, run_rounds(run, folder, records, progress, callbacks, after_round))
         # with the messages after the last round
         write_account()
+        if not progress:
+            _log_evaluation(records[-1])
         if fall_report := _find_fall(engine, records, run_path):
             logger.warning("the run is over, and %s", fall_report.removeprefix("paused: "))
         _write_model(run, run_path)
     return result
+
+
+def _log_evaluation(record: RoundRecord) -> None:
+    """Log the mean result of the models after a round, which clients send with their next reply."""
+    if text := describe_record(record):
+        logger.info("evaluation after round %d: %s", record.round, text)
 
 
 def _check_changes(

@@ -50,7 +50,8 @@ from .drive import drive
 from .enrollment.roster import ROSTER_FILE, KeyRoster
 from .message_bounds import BoundedClient
 from .messages import RefusedOrderError, digest_sections, to_one_line
-from .operation.client_count import check_client_count, count_clients
+from .operation.client_count import check_client_count
+from .operation.start_checks import check_flower_simulation
 from .replies import Replies
 from .secure.signing import MemberKeys, MemberSigner
 from .server import RunIsOverError
@@ -324,13 +325,13 @@ def _read_run_config(context: Context) -> ExperimentConfig:
 
 def _serve(grid: Grid, context: Context) -> None:
     env = os.environ
-    tables = json.loads(Path(env[EXPERIMENT]).read_text()) if EXPERIMENT in env else None
+    tables = json.loads(Path(env[EXPERIMENT]).read_text(encoding="utf-8")) if EXPERIMENT in env else None
     experiment = _read_run_config(context) if tables is None else ExperimentConfig.parse(tables)
     default_folder = f"runs/{experiment.name}/{experiment.default_method}-s{experiment.run.seed}"
     run_path = Path(env.get(OUT) or str(context.run_config.get("folder") or default_folder))
     keys = None
     if NODES in env:
-        keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
+        keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text(encoding="utf-8")).items()}
     signer = OrderSigner.read(Path(env[ORDER_KEY])) if ORDER_KEY in env else None
     member_keys = None
     if ORDER_KEY in env and experiment.run.secure.on:
@@ -424,14 +425,14 @@ def run_flower_simulation(
     sets ``network.limits.update_ratio`` or ``network.max_fall`` to values other than the defaults.
 
     Raises:
-        ConfigError: if Ray is not installed.
+        ConfigError: if Ray is not installed, or the experiment cannot run over a network.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")
     from flwr.simulation import run_simulation
 
     experiment = _remove_default_bounds(experiment)
-    shares, client_count = experiment.shares(), count_clients(experiment)
+    client_count, shares = check_flower_simulation(experiment), experiment.shares()
     check_client_count(experiment, client_count, len(shares.data))
     if client_count > len(shares.data):
         raise ConfigError(

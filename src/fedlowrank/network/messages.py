@@ -23,7 +23,7 @@ H = TypeVar("H", bound="Header")
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
 """Name of a step of a secure sum; "" if there is none."""
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of the messages, which increases with every change of their form."""
 
 

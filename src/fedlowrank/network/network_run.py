@@ -78,7 +78,7 @@ class NetworkRun(Run):
     def _make_secure_rounds(self) -> SecureRounds:
         """Make the secure sums of the run; raises ConfigError or TaskError if the method has none over a network."""
         settings, keys = self.settings, self.engine.member_keys
-        assert keys is not None, "check_network_settings refuses secure sums without keys"
+        assert keys is not None, "check_secure_start refuses secure sums without keys"
         infos = self.federation.infos
         zero_contribution = make_checked_zeros(
             self.method, self.state.server, self.engine.templates, self.federation

@@ -83,7 +83,8 @@ def test_a_form_is_recognized_and_said(tmp_path: Path, form: str, row: dict[str,
     again = read(tmp_path, [row, row], form=form)
     assert again.notes[0].endswith("set by data.form")
     assert len(again.train) == 2
-    assert {"prompt_completion": "verbatim", "text": "none"}.get(form) == actual.format
+    verbatim = dict.fromkeys(("prompt_completion", "preference"), "verbatim")
+    assert {**verbatim, "text": "none"}.get(form) == actual.format
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,11 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
     (pair,) = read(tmp_path, [{"prompt": "hi", "chosen": [ANSWER], "rejected": [OTHER]}]).train
     assert fields(pair.chosen) == (({"role": "user", "content": "hi"}, ANSWER), (), 1)
     assert fields(pair.rejected) == (({"role": "user", "content": "hi"}, OTHER), (), 1)
-    (pair,) = read(tmp_path, [{"prompt": "hi", "chosen": "hello", "rejected": "no"}]).train
+    texts = read(tmp_path, [{"prompt": "hi", "chosen": "hello", "rejected": "no"}])
+    (pair,) = texts.train
     assert (pair.chosen, pair.rejected) == (Instruction("hi", "hello"), Instruction("hi", "no"))
+    # as TRL writes them, and as prompts with completions are written
+    assert texts.format == "verbatim"
 
 
 def test_labels_of_words_with_the_names_of_a_saved_data_set(tmp_path: Path) -> None:

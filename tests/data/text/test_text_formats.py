@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError
-from fedlowrank.data.text.text_formats import Format, render_instruction
-from fedlowrank.data.text.text_records import Instruction
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.data.text.chat.chat_template import ChatTemplate
+from fedlowrank.data.text.text_formats import TEXT_FORMATS, Format, make_conversation, render_instruction
+from fedlowrank.data.text.text_records import Instruction, Texts
+from fedlowrank.data.text.tokens import TextSettings, tokenize
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -53,28 +55,30 @@ def test_plain_and_none() -> None:
     assert render_instruction(Instruction("p", "r", "i"), "none") == ("", "r")
 
 
-def test_chat_is_the_template_of_the_tokenizer(tokenizer: Any) -> None:
+def test_chat_makes_a_question_of_instruction_and_input(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
+    chat = ChatTemplate(tokenizer, "response", "template")
     prompt = "<|start|>user\np\n\ni<|end|>\n<|start|>assistant\n"
-    assert render_instruction(Instruction("p", "r", "i"), "chat", tokenizer) == (prompt, "r<|end|>\n")
-    assert render_instruction(Instruction("", "r", "i"), "chat", tokenizer)[0] == prompt.replace("p\n\n", "")
+    assert chat.write_prompt(make_conversation(Instruction("p", "r", "i"))) == prompt
+    assert chat.write_prompt(make_conversation(Instruction("", "", "i"))) == prompt.replace("p\n\n", "")
+    # a template that knows no such role
+    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(DataError, match=r"row 7: the chat template of .* fails: no such role"):
+        chat.write_prompt(make_conversation(Instruction("p", "r"), "row 7"))
 
 
 text = st.text(alphabet="ab {}\n", max_size=6)
 
 
-@given(
-    prompt=text.filter(bool), input=text, response=text.filter(bool), format=st.sampled_from(get_args(Format))
-)
+@given(prompt=text.filter(bool), input=text, response=text.filter(bool), format=st.sampled_from(TEXT_FORMATS))
 def test_the_prompt_is_the_same_without_a_response(
-    tokenizer: Any, prompt: str, input: str, response: str, format: Format
+    prompt: str, input: str, response: str, format: Format
 ) -> None:
-    tokenizer.chat_template = CHATML
-    learnt, answer = render_instruction(Instruction(prompt, response, input), format, tokenizer)
-    asked, nothing = render_instruction(Instruction(prompt, "", input), format, tokenizer)
+    learnt, answer = render_instruction(Instruction(prompt, response, input), format)
+    asked, nothing = render_instruction(Instruction(prompt, "", input), format)
     assert asked == learnt
     assert nothing == ""
-    assert answer.startswith(response)
+    assert answer == response
     if format != "none":
         assert prompt in asked
         assert input in asked
@@ -82,18 +86,24 @@ def test_the_prompt_is_the_same_without_a_response(
 
 def test_formats_that_do_not_fit_are_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    for lacking in (None, tokenizer):
-        with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
-            render_instruction(Instruction("p", "r"), "chat", lacking)
-    for needy in ("alpaca", "chat"):
-        with pytest.raises(ConfigError, match=r"plain text\. Use format 'none'"):
-            render_instruction(Instruction("", "r"), needy, tokenizer)
-    with pytest.raises(ConfigError, match=r"unknown format 'alpca'. Did you mean 'alpaca'\?"):
-        render_instruction(Instruction("p", "r"), "alpca", tokenizer)  # type: ignore[arg-type]
-    # a template that numbers the turns at the beginning: with a response, the prompt is another
-    tokenizer.chat_template = "{{ messages | length }}" + CHATML
-    with pytest.raises(ConfigError, match="writes another prompt when a response follows"):
-        render_instruction(Instruction("p", "r"), "chat", tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ConfigError, match="chat template fails: no such role"):
-        render_instruction(Instruction("p", "r"), "chat", tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"format 'chat' need a tokenizer with a chat template.* format 'alpaca'"
+    ):
+        ChatTemplate(tokenizer, "response", "template")
+    for write in (
+        lambda record: render_instruction(record, "alpaca", "row 7"),
+        lambda record: make_conversation(record, "row 7"),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"row 7 is plain text, .* needs instructions\. Use format 'none'"
+        ):
+            write(Instruction("", "r"))
+    with pytest.raises(ConfigError, match=r"in the format 'alpca'\. Did you mean 'alpaca'\?"):
+        render_instruction(Instruction("p", "r"), "alpca")  # type: ignore[arg-type]
+    # rows decide what auto is
+    with pytest.raises(ConfigError, match=r"in the format 'auto'\. Known: 'alpaca'"):
+        render_instruction(Instruction("p", "r"), "auto")
+    mixed = Texts("t", [Instruction("p", "r"), Instruction("", "r")])
+    tokenizer.eos_token = tokenizer.pad_token = "[UNK]"
+    with pytest.raises(ConfigError, match=r"training part of 't', record 2 is plain text"):
+        tokenize(mixed, tokenizer, TextSettings("auto"))

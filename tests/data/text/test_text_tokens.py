@@ -14,8 +14,9 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.learning.losses import IGNORE_INDEX
 from fedlowrank.data.dataset import Dataset
 from fedlowrank.data.text.packing import Sample, pack_sequences
-from fedlowrank.data.text.text_records import Instruction, Labeled, Texts
+from fedlowrank.data.text.text_records import Conversation, Instruction, Labeled, Preference, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
+from tests.support.byte_tokenizers import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -150,19 +151,12 @@ def test_a_response_of_one_token_that_nothing_predicts_is_dropped() -> None:
 
 
 def test_the_boundary_stays_where_a_merge_would_cross_it(bpe: Any) -> None:
-    bpe.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert len(bpe("ab")["input_ids"]) == 1
-    data = tokenize(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
+    data = tokenize(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("verbatim", 8))
     (a,), (b,) = bpe("a")["input_ids"], bpe("b")["input_ids"]
     eos = bpe.eos_token_id
     assert rows(data.train.x["input_ids"]) == [[a, b, eos]]
     assert rows(data.train.y) == [[_, b, eos]]
-    # a template that ends in EOS and a line break: nothing follows the EOS, and there is one
-    bpe.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{{ '<eos>\\n' if m['role'] == 'assistant' }}{% endfor %}"
-    )
-    again = tokenize(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
-    assert rows(again.train.x["input_ids"]) == [[a, b, eos]]
 
 
 some = st.text(alphabet="ab c\n:#é", min_size=1, max_size=12)
@@ -202,18 +196,39 @@ def test_what_is_learnt_decodes_to_the_responses(bpe: Any, pairs: Any, format: A
 
 
 @pytest.mark.parametrize(
-    ("end", "wanted"), [("<eos>\n", [C, EOS]), (" <eos>", [C, EOS]), (" d", [C, D, EOS]), ("", [C, EOS])]
+    ("end", "wanted"), [("<eos>\n", [C, EOS]), (" <eos>", [C, EOS]), (" d", [C, D]), ("", [C])]
 )
-def test_a_chat_template_ends_the_turn_and_begins_the_text(end: str, wanted: list[int]) -> None:
+def test_a_chat_template_alone_writes_the_special_tokens(end: str, wanted: list[int]) -> None:
     tokenizer = words()
     asked, answered = "{{ messages[0]['content'] }} f ", "{{ messages[1]['content'] }}" + end
     tokenizer.chat_template = (
         "<bos> " + asked + "{% if not add_generation_prompt %}" + answered + "{% endif %}"
     )
     data = tokenize(Texts("t", [Instruction("a b", "c")]), tokenizer, TextSettings("chat", 16))
-    # one BOS, from the template, and one EOS
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, F, *wanted]]
     assert rows(data.train.y) == [[_, _, _, _, *wanted]]
+    assert any("no special token ends the last answer" in note for note in data.notes) is (EOS not in wanted)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_an_instruction_in_the_chat_format_is_a_conversation_of_two_turns(pairs: bool) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    turns = [{"role": "user", "content": "who?\n\nhere"}, {"role": "assistant", "content": "the fox"}]
+    instruction: Any = Instruction("who?", "the fox", "here")
+    conversation: Any = Conversation(tuple(turns), learn_from=1)
+    if pairs:
+        instruction = Preference(instruction, Instruction("who?", "a dog", "here"))
+        other = Conversation((turns[0], {"role": "assistant", "content": "a dog"}), learn_from=1)
+        conversation = Preference(conversation, other)
+    one, same = (
+        tokenize(Texts("t", [record]), tokenizer, TextSettings("chat", 200))
+        for record in (instruction, conversation)
+    )
+    for a, b in ((one.train.y, same.train.y), *((t, same.train.x[n]) for n, t in one.train.x.items())):
+        assert torch.equal(a, b)
+    ids, y = (t[0, 0] if pairs else t[0] for t in (one.train.x["input_ids"], one.train.y))
+    assert ids.tolist() == tokenizer.apply_chat_template(turns)["input_ids"]
+    assert tokenizer.decode(y[y >= 0]) == "the fox<|im_end|>"
 
 
 def test_categories_become_strata_and_clients_natural_clients() -> None:
@@ -390,4 +405,4 @@ def test_truncation_saved_with_a_tokenizer_is_not_applied() -> None:
     tokenizer.backend_tokenizer.enable_padding(length=4)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
     data = tokenize(Texts("t", [Instruction("a", "b c d e")]), tokenizer, TextSettings("chat"))
-    assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E, EOS]]
+    assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E]]

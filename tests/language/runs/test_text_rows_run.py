@@ -76,6 +76,7 @@ def test_each_file_of_conversations_is_a_client(chat_llama: Path, tmp_path: Path
     assert (sizes == [12, 20]) is not packing
     assert ("position_ids" in run.federation.clients[0].train.x) is packing
     assert any("rows are of the form 'messages'" in note for note in run.federation.notes)
+    assert any("the rows call for the format 'chat'" in note for note in run.federation.notes)
 
 
 def test_the_data_command_shows_what_is_learnt(

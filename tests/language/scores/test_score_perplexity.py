@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.errors import DataError
 from fedlowrank.language.scores.perplexity import Likelihood, TokenRow, measure_likelihood, tokenize_texts
 from tests.language.scores.score_models import byte_tokenizer, gpt2, llama
 
@@ -51,7 +51,7 @@ def test_it_is_the_mean_of_each_token_alone_whatever_the_batch(rows, make, batch
 def test_prompt_and_text_are_tokenized_apart_and_cut_on_the_right():
     end = TOKENIZER.eos_token_id
     given = [("the quick", " brown fox"), ("", "def add")]
-    made = tokenize_texts(TOKENIZER, *zip(*given, strict=True), end=True)
+    made = tokenize_texts(TOKENIZER, *zip(*given, strict=True), end_token=end)
     for one, (prompt, text) in zip(made, given, strict=True):
         before = TOKENIZER(prompt)["input_ids"]
         assert (one.tokens, one.start) == ([*before, *TOKENIZER(text)["input_ids"], end], len(before))
@@ -111,8 +111,6 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
 def test_what_has_no_likelihood_is_refused():
     with pytest.raises(DataError, match="no token of any text"):
         measure_likelihood(MODELS[llama], tokenize_texts(TOKENIZER, ["the quick brown"], [" fox"], 2))
-    with pytest.raises(ConfigError, match="no end token"):
-        tokenize_texts(byte_tokenizer(), ["a"], ["b"], end=True)
 
 
 def test_a_prompt_that_begins_with_the_begin_token_gets_no_second_one():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlowrank.cli.language_commands import language_of_run, scores
 from fedlowrank.cli.main import main
@@ -32,8 +32,12 @@ def base(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama, whose tokenizer adds a begin token, with a chat template that writes none."""
     folder = shutil.copytree(llama, tmp_path_factory.mktemp("base") / "llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = (TEMPLATES / "chatml.jinja").read_text()
     tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return folder
 
@@ -81,10 +85,14 @@ def test_scores_and_answers_ask_with_the_tokens_of_training(form: str, base: Pat
     file = records(tmp_path)
     with first_inputs(language.model) as seen:
         scores(run, DollyTask(file, decoding=Decoding(1)), ["base"])
-        scores(run, PerplexityTask(file, instruction="instruction"), ["base"])
+        score = scores(run, PerplexityTask(file, instruction="instruction", end=True), ["base"])["base"]
         language.answer(run)
     assert len(seen) == 3
     assert all(row[: len(prompt)] == prompt for row in seen)
+    # the token that ends what is learnt counts as the end of an answer
+    labels = run.federation.clients[0].train.y[0]
+    assert seen[1][-1] == labels[labels >= 0][-1]
+    assert score.details["counted end token"] == ("<|im_end|>" if form == "chat" else "</s>")
     # plain texts are no prompts
     with first_inputs(language.model) as seen:
         scores(run, PerplexityTask(file), ["base"])

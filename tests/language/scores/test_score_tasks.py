@@ -11,6 +11,7 @@ from fedlowrank.language.scores import (
     Decoding,
     DollyTask,
     PerplexityTask,
+    PromptFormat,
     Score,
     complete_prompts,
 )
@@ -68,10 +69,16 @@ def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
         model, tokenizer, asked
     )
     given = measure_likelihood(
-        model, tokenize_texts(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True)
+        model,
+        tokenize_texts(
+            tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end_token=tokenizer.eos_token_id
+        ),
     )
     assert (score.value, score.count) == (pytest.approx(given.perplexity), given.tokens)
     assert given.nll != pytest.approx(plain.nll)
+    assert score.details["counted end token"] == tokenizer.eos_token
+    with pytest.raises(ConfigError, match="no token ends an answer in training"):
+        PerplexityTask(path, end=True).score(model, tokenizer, PromptFormat(asked))
     for wrong in ({"context": 1}, {"batch_size": 0}):
         with pytest.raises(ConfigError):
             PerplexityTask(path, **wrong)

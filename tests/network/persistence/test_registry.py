@@ -119,7 +119,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
         None,
         "one with an invalid name differ",
     ),
-    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 8"),
+    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 9"),
     "another number of clients": (
         registration(1, client_count=4), None, "computes with 4 clients, the server with 3: .* Set network.clients"
     ),
@@ -215,6 +215,20 @@ def test_most_say_what_examples_look_like_whoever_came_first(odd: int) -> None:
         assert actual.register(from_(100 + odd, registration(odd)), ALL) == odd
 
 
+def test_clients_whose_rows_call_for_another_format_of_prompts_are_told_both() -> None:
+    actual = registry()
+    for i, written in enumerate(("verbatim", "verbatim", "alpaca")):
+        actual.register(from_(100 + i, registration(i), form(format=written)), ALL)
+    (client, why), *_ = actual.fix_form(ALL).items()
+    assert (client, actual.registered.keys()) == (2, {0, 1})
+    assert "client 2 writes prompts in the format 'alpaca' and the other clients in 'verbatim'" in why
+    assert "Set language.format" in why
+    # auto is none that a client can have found
+    for wrong in ("auto", 7):
+        with pytest.raises(UnregisteredNodeError, match="holds an unknown format of prompts"):
+            registry().register(from_(100, registration(0), form(format=wrong)), ALL)
+
+
 def test_a_client_that_left_before_the_form_was_fixed_is_rejected_too() -> None:
     actual = registry()
     actual.register(from_(100, registration(0), form(5)), {100})
@@ -272,7 +286,7 @@ def test_without_anybody_there_is_no_federation() -> None:
 def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"config.json": "a", "model.safetensors": "here"}
     language = SimpleNamespace(files=files)
-    monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes: language)
+    monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes, prompt_format: language)
     actual = registry()
     actual.register(from_(100, registration(0, base={"config.json": "a", "model.safetensors": "there"})), ALL)
     actual.fix_form(ALL)
@@ -337,7 +351,7 @@ def test_any_value_in_a_field_is_registered_or_refused(name: str, value: Any) ->
 
 @pytest.mark.full
 @fuzz(100)
-@given(st.sampled_from(["x", "y", "classes", ""]), trees)
+@given(st.sampled_from(["x", "y", "classes", "format", ""]), trees)
 def test_any_form_is_registered_or_refused(name: str, value: Any) -> None:
     payload = form(**{name: value}) if name else tree.encode(value)
     tried(settled(), from_(101, registration(1), payload))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args
-
-from jinja2 import TemplateError
+from typing import Literal, TypeAlias
 
 from ...core.errors import ConfigError, did_you_mean
-from .text_records import Conversation, Instruction, Preference, Texts
+from .text_records import Conversation, Instruction, Preference, Record, Texts
 
 Format: TypeAlias = Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"]
+
+TEXT_FORMATS: tuple[Format, ...] = ("alpaca", "plain", "verbatim", "none")
+"""Formats of :func:`render_instruction`, which need no tokenizer."""
 
 _TEMPLATE_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -23,47 +24,56 @@ _TEMPLATE_WITHOUT_INPUT = (
 )
 
 
-def render_instruction(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[str, str]:
+def render_instruction(record: Instruction, format: Format, location: str = "a record") -> tuple[str, str]:
     """Write an instruction as a prompt and a response.
 
-    The prompt does not depend on the response, so it is also the prompt for generation.
+    The prompt does not depend on the response, so it is also the prompt for generation. An instruction that the chat
+    template writes is a conversation first, see :func:`make_conversation`.
 
     Args:
         record: an instruction; without a response the second text is empty.
-        format: ``auto``: ``alpaca``, or ``none`` without a prompt; ``alpaca``: the template of Stanford
-            Alpaca, verbatim, whose prompt ends in ``### Response:`` without a line break; ``plain``:
-            instruction and input, each followed by a line break; ``verbatim``: instruction, input and
-            response with nothing between them; ``chat``: the chat template of the tokenizer, with instruction
-            and input, separated by a blank line, as the user's message (the response ends as the template
-            ends a turn); ``none``: no prompt.
-        tokenizer: tokenizer of ``transformers`` with a chat template, which ``chat`` needs.
+        format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:`` without a
+            line break; ``plain``: instruction and input, each followed by a line break; ``verbatim``: instruction, input
+            and response with nothing between them; ``none``: no prompt.
+        location: name of the record, for messages.
 
     Returns:
         Prompt and response. Their concatenation is the whole text.
 
     Raises:
-        ConfigError: if the format is unknown; if it needs an instruction or input but the record has none;
-            or, for ``chat``, if the tokenizer has no chat template, or its prompt changes when a response
-            follows.
+        ConfigError: if the format is none of these, or it needs an instruction or input but the record has none.
 
     Source:
         Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py,
         ``PROMPT_DICT``.
     """
-    if format == "none" or (format == "auto" and not (record.prompt or record.input)):
+    if format == "none":
         return "", record.response
     if format == "verbatim":
         return record.prompt + record.input, record.response
     if format == "plain":
         return "".join(f"{text}\n" for text in (record.prompt, record.input) if text), record.response
-    if format not in get_args(Format):
-        raise ConfigError(f"unknown format {format!r}. {did_you_mean(format, get_args(Format))}")
-    if not record.prompt and not record.input:
-        raise ConfigError(f"format {format!r} needs instructions, but this is plain text. Use format 'none'.")
-    if format == "chat":
-        return _render_chat(record, tokenizer)
+    if format != "alpaca":
+        raise ConfigError(
+            f"an instruction cannot be written as text in the format {format!r}. {did_you_mean(format, TEXT_FORMATS)}"
+        )
+    _check_instruction(record, format, location)
     template = _TEMPLATE_WITH_INPUT if record.input else _TEMPLATE_WITHOUT_INPUT
     return template.format(instruction=record.prompt, input=record.input), record.response
+
+
+def make_conversation(record: Instruction, location: str = "a record") -> Conversation:
+    """Make the conversation that the format ``chat`` writes: instruction and input as the user's turn, and the response.
+
+    A blank line separates instruction and input.
+
+    Raises:
+        ConfigError: if the record has neither instruction nor input.
+    """
+    _check_instruction(record, "chat", location)
+    question = "\n\n".join(text for text in (record.prompt, record.input) if text)
+    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": record.response})
+    return Conversation(turns, (), 1, record.category, record.client, location)
 
 
 def choose_format(texts: Texts, format: Format) -> Format:
@@ -73,7 +83,9 @@ def choose_format(texts: Texts, format: Format) -> Format:
     """
     if holds_messages(texts):
         return "chat"
-    return format if format != "auto" else texts.format or "auto"
+    if format != "auto":
+        return format
+    return texts.format or ("alpaca" if any(map(_has_instruction, texts.train)) else "none")
 
 
 def holds_messages(texts: Texts) -> bool:
@@ -84,34 +96,13 @@ def holds_messages(texts: Texts) -> bool:
     )
 
 
-def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "format 'chat' needs a tokenizer with a chat template, which this one lacks. Use format 'alpaca' "
-            "or 'plain', or set tokenizer.chat_template."
-        )
-    message = "\n\n".join(text for text in (record.prompt, record.input) if text)
-    turns = [{"role": "user", "content": message}]
-    prompt = _apply_template(tokenizer, turns, add_generation_prompt=True)
-    if not record.response:
-        return prompt, ""
-    turns.append({"role": "assistant", "content": record.response})
-    full_text = _apply_template(tokenizer, turns, add_generation_prompt=False)
-    if not full_text.startswith(prompt):
-        raise ConfigError(
-            "the chat template of the tokenizer writes another prompt when a response follows, so the "
-            "prompts of training and generation would differ: the whole text does not start with "
-            f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
-        )
-    response, eos_token = full_text[len(prompt) :], tokenizer.eos_token
-    # White space after the EOS is no part of the turn.
-    return prompt, response.rstrip() if eos_token and response.rstrip().endswith(eos_token) else response
+def _has_instruction(record: Record) -> bool:
+    record = record.chosen if isinstance(record, Preference) else record
+    return isinstance(record, Instruction) and bool(record.prompt or record.input)
 
 
-def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    try:
-        return str(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+def _check_instruction(record: Instruction, format: Format, location: str) -> None:
+    if not _has_instruction(record):
+        raise ConfigError(
+            f"{location} is plain text, and format {format!r} needs instructions. Use format 'none', or drop the record."
         )
-    except TemplateError as error:
-        raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

@@ -164,7 +164,7 @@ class Texts:
             them from the labels. Empty for the other records.
         notes: warnings for the reader of results, e.g. how many records were dropped.
         format: format of instructions that the rows call for, which ``auto`` selects
-            (:func:`.text_formats.render_instruction`); None for ``alpaca``.
+            (:func:`.text_formats.choose_format`); None for ``alpaca``, or ``none`` if no record has an instruction.
         folder: where the tokens are stored in memory-mapped files; None for tokens in memory.
         labels_are_numbers: whether whole-number labels are always numbers of ``classes``, as in data sets that name
             their classes themselves. Otherwise labels that are all among ``classes``, also as whole numbers, are names.

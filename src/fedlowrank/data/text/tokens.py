@@ -21,7 +21,7 @@ from .on_disk.token_file import TokenFile
 from .packing import Sample, pack_sequences
 from .sample_limits import Draft, DropTurns, LengthLimit, Truncate, fit_samples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
-from .text_formats import Format, choose_format, render_instruction
+from .text_formats import Format, choose_format, make_conversation, render_instruction
 from .text_records import Conversation, Instruction, Preference, Record, Texts
 
 
@@ -30,8 +30,9 @@ class TextSettings:
     """Settings of the tokenization.
 
     Attributes:
-        format: how instructions are written as text, see `text_formats.render_instruction`. Labeled texts stay unchanged, and
-            conversations are written by the chat template.
+        format: how instructions are written as text: ``chat``, as conversations of two turns; ``auto``, as the rows call for;
+            or as in `text_formats.render_instruction`. Labeled texts stay unchanged, and conversations are written by the
+            chat template.
         context: largest number of tokens of an example, at least 2.
         loss_on: what a causal model learns: ``response``, the response or all turns of the assistant, also
             called ``assistant``; ``last``, the last turn of the assistant; ``all``, every token.
@@ -67,13 +68,13 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
 
     Instructions, for a causal language model: inputs ``input_ids`` and ``attention_mask``, int64 [n, T];
     labels int64 [n, T] with the token's own id where the loss counts and -100 elsewhere, not shifted. A
-    sample is: a BOS, if the tokenizer adds one by itself (with format ``chat``: if the template writes one),
-    the prompt, the response, an EOS; neither of both where the text has it already. Prompt and response are
-    tokenized separately and joined, so that the tokens of the prompt are those from which a model generates;
-    the tokens of the whole text may differ at the boundary. With packing there are ``position_ids``, too.
+    sample is: a BOS, if the tokenizer adds one by itself, the prompt, the response, an EOS; neither of both where the text
+    has it already. Prompt and response are tokenized separately and joined, so that the tokens of the prompt are those
+    from which a model generates; the tokens of the whole text may differ at the boundary. With packing there are
+    ``position_ids``, too.
 
-    Conversations: the same, with the tokens of the chat template and nothing else; see
-    `chat_template.ChatTemplate`.
+    Conversations, and instructions with format ``chat``: the same, with the tokens of the chat template and nothing else;
+    see `chat_template.ChatTemplate`.
 
     Preference pairs: the same with one more axis, [n, 2, T]: at 0 the prompt with the chosen response, at 1
     with the rejected one.
@@ -126,10 +127,10 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
 
 def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
     notes = list(texts.notes)
-    pad_token_id, eos_token_id = choose_pad_token(tokenizer, notes), tokenizer.eos_token_id
-    if eos_token_id is None:
-        notes.append("the tokenizer has no EOS: responses end without one")
     settings = replace(settings, format=choose_format(texts, settings.format))
+    pad_token_id = choose_pad_token(tokenizer, notes)
+    if tokenizer.eos_token_id is None and settings.format != "chat":
+        notes.append("the tokenizer has no EOS: responses end without one")
     strata, strata_names = number_strata(texts.name, texts.parts)
     client_ids, client_names = number_clients(texts.parts)
     if texts.folder is not None:
@@ -291,7 +292,7 @@ def _make_drafts(
     Raises:
         ConfigError: if settings are for conversations and the records have no turns.
     """
-    if isinstance(records[0], Conversation):
+    if settings.format == "chat":
         chat = ChatTemplate(tokenizer, settings.loss_on, settings.system)
         return _Drafts(_draft_conversations(description, records, chat, settings, notes), chat)
     if settings.truncate == "turns":
@@ -329,9 +330,13 @@ def _make_drop_turns(chat: ChatTemplate | None, context: int) -> DropTurns | Non
 def _draft_conversations(
     description: str, records: Sequence[Any], chat: ChatTemplate, settings: TextSettings, notes: list[str]
 ) -> Iterator[Draft]:
-    """Samples of any length of each conversation; after the last one come the notes."""
+    """Samples of any length of each conversation or instruction; after the last one come the notes."""
+    conversations = (
+        make_conversation(record, f"{description}, record {i}") if isinstance(record, Instruction) else record
+        for i, record in enumerate(records, 1)
+    )
     endless_count = blank_count = 0
-    for conversation, sample in chat.samples(records):
+    for conversation, sample in chat.samples(conversations):
         endless_count += not chat.has_end(sample)
         blank_count += chat.count_blank_turns(conversation)
         yield Draft(sample, 0, len(sample.ids), conversation.location, conversation.client, conversation)
@@ -354,17 +359,20 @@ def _draft_instructions(
     description: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings
 ) -> Iterator[Draft]:
     """Samples of any length of each instruction, tokenized in chunks."""
-    # A chat template writes its BOS itself.
-    bos = [] if settings.format == "chat" else _find_added_bos(tokenizer)
+    bos = _find_added_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     iterator = iter(records)
     for start in range(0, len(records), _CHUNK_RECORDS):
         chunk: list[Instruction] = list(islice(iterator, _CHUNK_RECORDS))
-        text_pairs = [render_instruction(record, settings.format, tokenizer) for record in chunk]
+        locations = [f"{description}, record {i}" for i in range(start + 1, start + 1 + len(chunk))]
+        text_pairs = [
+            render_instruction(record, settings.format, location)
+            for record, location in zip(chunk, locations, strict=True)
+        ]
         prompts = _encode_in_batches(tokenizer, [prompt for prompt, _ in text_pairs])
         responses = _encode_in_batches(tokenizer, [response for _, response in text_pairs])
-        for i, record, prompt, response in zip(
-            range(start, start + len(chunk)), chunk, prompts, responses, strict=True
+        for i, record, location, prompt, response in zip(
+            range(start, start + len(chunk)), chunk, locations, prompts, responses, strict=True
         ):
             # a text may have both special tokens already
             has_bos, has_eos = [*prompt, *response][:1] == bos, response[-1:] == eos
@@ -375,7 +383,6 @@ def _draft_instructions(
                 if settings.loss_on == "all"
                 else [IGNORE_INDEX] * len(prompt_ids) + ids[len(prompt_ids) :]
             )
-            location = f"{description}, record {i + 1}"
             yield Draft(
                 Sample(ids, labels, i),
                 len(prompt_ids),

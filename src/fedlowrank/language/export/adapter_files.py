@@ -81,8 +81,10 @@ def write_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
-    (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=2, sort_keys=True))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8"
+    )
+    (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=2, sort_keys=True), encoding="utf-8")
     return folder
 
 

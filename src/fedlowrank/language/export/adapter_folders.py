@@ -159,7 +159,7 @@ class AdapterFolders:
         else:
             self._write_adapter_files(folder, {n: t.pair for n, t in truncations.items()}, 1.0, model)
         errors = {
-            "rank": json.loads((folder / METADATA_FILE).read_text())["rank"],
+            "rank": json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))["rank"],
             "error": 0.0 if truncations is None else relative_error(truncations.values()),
             "layers": {n: 0.0 if truncations is None else truncations[n].error for n in model.factors},
         }
@@ -284,5 +284,7 @@ def _add_pairs(pair: Pair, other: Pair, factor: float) -> Pair:
 
 def _add_metadata(folder: Path, entries: Mapping[str, Any]) -> None:
     """Add entries to the file ``fedlowrank.json`` of a folder."""
-    metadata = json.loads((folder / METADATA_FILE).read_text())
-    (folder / METADATA_FILE).write_text(json.dumps({**metadata, **entries}, indent=2, sort_keys=True))
+    metadata = json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
+    (folder / METADATA_FILE).write_text(
+        json.dumps({**metadata, **entries}, indent=2, sort_keys=True), encoding="utf-8"
+    )

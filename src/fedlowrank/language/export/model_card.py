@@ -194,7 +194,7 @@ def _describe_privacy(run: Run, records: Sequence[RoundRecord]) -> str | None:
     )
     if privacy is None:
         # a run in memory has no records; a run opened from its folder has them
-        privacy = run.budget.describe()
+        privacy = run.budget.describe(run.round)
     return f"({kind} differential privacy) ε = {privacy['epsilon']:.4g} at δ = {privacy['delta']:g}"
 
 

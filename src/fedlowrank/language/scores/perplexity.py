@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ...core.errors import ConfigError, DataError
+from ...core.errors import DataError
 from ...core.learning.losses import IGNORE_INDEX
 from .text_generation import encode_prompt, use_evaluation_mode
 
@@ -42,7 +42,7 @@ def tokenize_texts(
     prompts: Sequence[str],
     texts: Sequence[str],
     context: int | None = None,
-    end: bool = False,
+    end_token: int | None = None,
     special_tokens: bool = True,
 ) -> list[TokenRow]:
     """Tokenize texts that follow prompts.
@@ -55,19 +55,14 @@ def tokenize_texts(
         prompts: prompt before each text; may be empty.
         texts: texts, one for each prompt.
         context: maximum number of tokens of a row; longer rows are truncated on the right.
-        end: whether the end token is appended and counts.
+        end_token: id of an end token that is appended to each text and counts; None for none.
         special_tokens: whether the tokenizer adds its special tokens to the prompt.
-
-    Raises:
-        ConfigError: if an end token is requested and the tokenizer has none.
     """
-    eos = tokenizer.eos_token_id
-    if end and eos is None:
-        raise ConfigError("the tokenizer has no end token that could count; set end to false")
+    end_tokens = [] if end_token is None else [end_token]
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
         prompt_tokens = encode_prompt(tokenizer, prompt, special_tokens)
-        text_tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + ([eos] if end else [])
+        text_tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + end_tokens
         rows.append(TokenRow((prompt_tokens + text_tokens)[:context], len(prompt_tokens)))
     return rows
 

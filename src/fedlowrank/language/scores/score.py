@@ -15,10 +15,12 @@ class PromptFormat:
         write: function that writes the prompt of a record with ``instruction`` and ``input`` (may be empty).
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt. False for a
             chat template, which writes special tokens itself.
+        end_token: id of the token that ends an answer in training; None without such a token.
     """
 
     write: Callable[[Mapping[str, str]], str]
     special_tokens: bool = True
+    end_token: int | None = None
 
     def __call__(self, record: Mapping[str, str]) -> str:
         """Write the prompt of a record."""
@@ -32,6 +34,12 @@ Render = Callable[[Mapping[str, str]], str]
 def adds_special_tokens(format: Render) -> bool:
     """Whether the tokenizer adds its special tokens to the prompts of a format; always for a plain function."""
     return not isinstance(format, PromptFormat) or format.special_tokens
+
+
+def find_end_token(format: Render, tokenizer: Any) -> int | None:
+    """Find the token that ends an answer: the one of a format, or for a plain function the end token of the tokenizer."""
+    end_token: int | None = format.end_token if isinstance(format, PromptFormat) else tokenizer.eos_token_id
+    return end_token
 
 
 @dataclass(frozen=True)

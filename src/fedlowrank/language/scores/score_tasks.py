@@ -12,7 +12,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...data.text.table import read_file
 from . import perplexity, rouge
 from .harness_task import HarnessTask
-from .score import Render, Score, adds_special_tokens
+from .score import Render, Score, adds_special_tokens, find_end_token
 from .text_generation import Decoding, complete_prompts
 
 
@@ -73,7 +73,8 @@ class PerplexityTask(CheckedFields):
             given format. None for texts without a prompt.
         input: column with the instruction's input, or None.
         context: maximum number of tokens of a row; longer rows are truncated on the right. None truncates nothing.
-        end: whether the end token counts.
+        end: whether the token that ends an answer in training counts: the end token of the tokenizer, or with
+            ``language.format = "chat"`` the token by which the chat template ends an answer.
         batch_size: number of rows in a batch; the score does not depend on it.
         limit: number of records, from the first on; None takes all.
     """
@@ -108,12 +109,16 @@ class PerplexityTask(CheckedFields):
                 for r, record_input in zip(records, inputs, strict=True)
             ]
         adds_special = self.instruction is None or adds_special_tokens(format)
-        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end, adds_special)
+        end_token = find_end_token(format, tokenizer) if self.end else None
+        if self.end and end_token is None:
+            raise ConfigError("no token ends an answer in training, so none can count. Set end to false")
+        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, end_token, adds_special)
         likelihood = perplexity.measure_likelihood(model, rows, self.batch_size)
         decoding = "nothing generated: each token given all before it"
         decoding += "" if self.context is None else f", rows cut to {self.context} tokens"
-        details = {"nll": likelihood.nll, "tokens": likelihood.tokens}
-        details |= {"records": len(records), "end token counts": self.end}
+        details: dict[str, Any] = {"nll": likelihood.nll, "tokens": likelihood.tokens}
+        end_text = None if end_token is None else tokenizer.convert_ids_to_tokens(end_token)
+        details |= {"records": len(records), "counted end token": end_text}
         return Score("perplexity", likelihood.perplexity, likelihood.tokens, decoding, details)
 
 

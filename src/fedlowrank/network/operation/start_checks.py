@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...config.experiment import ExperimentConfig
 from ...core import tree
 from ...core.contract import AnyMethod, ServerView
 from ...core.errors import ConfigError, FedlowrankError
@@ -25,22 +26,40 @@ from ..secure.distributed_noise import check_settings
 from ..secure.rounds import SecureRounds, check_one_download
 from ..secure.signing import MemberKeys
 from ..validation.uploads import Templates
+from .client_count import count_clients
 
 
-def check_network_settings(
-    settings: RunSettings, client_count: int, min_registered: int, keys: MemberKeys | None
-) -> None:
-    """Refuse settings that no run over a network can have; no client is needed for these checks.
+def check_network_experiment(experiment: ExperimentConfig) -> int:
+    """Refuse an experiment that no run over a network can have; neither data nor clients are needed for these checks.
 
-    Args:
-        settings: settings of the run.
-        client_count: number of all clients.
-        min_registered: number of registered clients at which the run begins.
-        keys: public keys of all clients, for secure sums; None without a roster.
+    Returns:
+        The number of clients.
+
+    Raises:
+        ConfigError: if a setting cannot work, or the number of clients is not set.
+    """
+    check_network_settings(experiment.run)
+    return count_clients(experiment)
+
+
+def check_flower_simulation(experiment: ExperimentConfig) -> int:
+    """Refuse an experiment that Flower's simulation cannot run; see :func:`check_network_experiment`."""
+    client_count = check_network_experiment(experiment)
+    check_secure_start(experiment.run, client_count, client_count, None)
+    return client_count
+
+
+def check_network_settings(settings: RunSettings) -> None:
+    """Refuse settings of a run that no run over a network can have.
 
     Raises:
         ConfigError: if a setting cannot work.
     """
+    if settings.adapters:
+        raise ConfigError(
+            "run.adapters writes models of simulated clients; over a network the server and each client write their "
+            "own at the end of the run. Leave run.adapters out"
+        )
     if settings.keep_best:
         raise ConfigError(
             "run.keep_best: over a network a round's evaluation is known when the next round is over, "
@@ -61,17 +80,10 @@ def check_network_settings(
             "of their own; leave it out of an experiment that runs over a network"
         )
     if settings.secure.on:
-        _check_secure_settings(settings, client_count, min_registered, keys)
+        _check_secure_settings(settings)
 
 
-def _check_secure_settings(
-    settings: RunSettings, client_count: int, min_registered: int, keys: MemberKeys | None
-) -> None:
-    if keys is None:
-        raise ConfigError(
-            "run.secure: over a network, clients sign the steps of a secure sum by the keys of a roster. Start the "
-            "server with --keys, whose folder has roster.json; a simulation by Flower has no keys"
-        )
+def _check_secure_settings(settings: RunSettings) -> None:
     if settings.participation < 1 or settings.unseen:
         raise ConfigError(
             "run.secure: over a network all clients take part in every round; set run.participation = 1 and "
@@ -85,6 +97,29 @@ def _check_secure_settings(
         )
     if settings.patience is not None:
         raise ConfigError("run.patience: under secure sums clients send no evaluations; leave it out")
+
+
+def check_secure_start(
+    settings: RunSettings, client_count: int, min_registered: int, keys: MemberKeys | None
+) -> None:
+    """Refuse secure sums without keys, or with too few clients.
+
+    Args:
+        settings: settings of the run.
+        client_count: number of all clients.
+        min_registered: number of registered clients at which the run begins.
+        keys: public keys of all clients; None without a roster.
+
+    Raises:
+        ConfigError: if secure sums are on and cannot work.
+    """
+    if not settings.secure.on:
+        return
+    if keys is None:
+        raise ConfigError(
+            "run.secure: over a network, clients sign the steps of a secure sum by the keys of a roster. Start the "
+            "server with --keys, whose folder has roster.json; a simulation by Flower has no keys"
+        )
     # refuses too few clients and missing keys
     min_clients = SecureRounds(client_count, keys, make_grid(settings.secure, client_count), {}).min_clients
     if min_registered < min_clients:

@@ -17,6 +17,7 @@ from ...core import tree
 from ...core.errors import FedlowrankError
 from ...data.dataset import ClientData, Examples
 from ...data.federation import Federation
+from ...data.text.text_formats import TEXT_FORMATS
 from ...storage.base_files import combine_file_digests, compare_base_files
 from ..messages import (
     PROTOCOL_VERSION,
@@ -64,11 +65,13 @@ class ExampleForm:
         empty: zero examples with these dtypes and shapes.
         classes: names of the classes.
         columns: names of the inputs of a table, or their digest; empty if inputs have no names.
+        prompt_format: format of the prompts of a language model; empty without prompts.
     """
 
     empty: Examples
     classes: tuple[str, ...]
     columns: tuple[str, ...] = ()
+    prompt_format: str = ""
 
     @classmethod
     def read(cls, payload: bytes) -> ExampleForm:
@@ -76,7 +79,10 @@ class ExampleForm:
         table = tree.decode(payload)
         try:
             columns = tuple(table.get("columns", ()))
-            form = cls(Examples(table["x"], table["y"]), tuple(table["classes"]), columns)
+            prompt_format = table.get("format", "")
+            if type(prompt_format) is not str or prompt_format not in ("", "chat", *TEXT_FORMATS):
+                raise MessageError("the form of the examples holds an unknown format of prompts")
+            form = cls(Examples(table["x"], table["y"]), tuple(table["classes"]), columns, prompt_format)
             form.describe()
         except (LookupError, TypeError, AttributeError) as error:
             raise MessageError(f"the form of the examples cannot be read: {error!r}") from error
@@ -101,6 +107,8 @@ class ExampleForm:
         form_json: dict[str, Any] = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
         if self.columns:
             form_json["columns"] = self.columns
+        if self.prompt_format:
+            form_json["format"] = self.prompt_format
         return json.dumps(form_json).replace("torch.", "")
 
 
@@ -344,6 +352,13 @@ class ClientRegistry:
         # a table with other columns often has other shapes, too
         if reason and (nameless_form == expected_form or (form.columns and self.form.columns)):
             return MismatchedClientError(f"client {client_id} {reason}.", f"client {client_id} {notice}.")
+        if form.prompt_format != self.form.prompt_format:
+            text = (
+                f"client {client_id} writes prompts in the format {form.prompt_format!r} and the other clients in "
+                f"{self.form.prompt_format!r}, for which their rows call under language.format = 'auto'. Set language.format "
+                "in the experiment of the server and all clients, or give all clients rows of one form."
+            )
+            return MismatchedClientError(text, text)
         if form.describe() != self.form.describe():
             description, advice = (
                 form.describe()[:300],
@@ -417,7 +432,7 @@ class ClientRegistry:
         if self.form is None:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
         empty_data = ClientData(self.form.empty, self.form.empty, self.form.empty)
-        language = self.experiment.load_language(self.form.classes)
+        language = self.experiment.load_language(self.form.classes, self.form.prompt_format)
         if language is not None and (differing_files := compare_base_files(language.files, self._base)):
             raise UnregisteredNodeError(
                 f"the server has another base model than the clients: {differing_files}. Copy the files of one machine "

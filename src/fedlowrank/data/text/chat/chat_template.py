@@ -68,12 +68,13 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, loss_on: LossOn, system: SystemRole) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "conversations need a tokenizer with a chat template, which this one lacks. Use the tokenizer "
-                "of an instruction-tuned model, or set tokenizer.chat_template and save it."
+                "conversations and format 'chat' need a tokenizer with a chat template, which this one lacks. Use the "
+                "tokenizer of an instruction-tuned model, or set tokenizer.chat_template and save it; for instructions "
+                "you may also use format 'alpaca' or 'plain'."
             )
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                "conversations need a fast tokenizer, which gives the offsets of its tokens. Save one with "
+                "conversations and format 'chat' need a fast tokenizer, which gives the offsets of its tokens. Save one with "
                 "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
         self._tokenizer, self._loss_on, self._system = tokenizer, loss_on, system
@@ -82,6 +83,14 @@ class ChatTemplate:
         self._read_keys: set[str] = set()
         self._tried_keys: Counter[str] = Counter()
         self._title = f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__!r}"
+
+    def write_prompt(self, conversation: Conversation) -> str:
+        """Write the text after which the first turn to learn is generated.
+
+        Raises:
+            DataError: if the template fails.
+        """
+        return self._render(conversation, conversation.learn_from, add_generation_prompt=True)
 
     def sample(self, conversation: Conversation, record: int = 0) -> Sample:
         """Tokens and labels of a conversation of any length; see :meth:`samples`."""

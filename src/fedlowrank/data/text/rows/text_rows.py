@@ -38,6 +38,13 @@ from .row_forms import (
     recognize_form,
 )
 
+_FORMATS: dict[Form, Literal["verbatim", "none"]] = {
+    "prompt_completion": "verbatim",
+    "preference": "verbatim",
+    "text": "none",
+}
+"""Formats of prompts that are text, by the form of the rows."""
+
 
 @dataclass(frozen=True)
 class TextRows(CheckedFields):
@@ -140,7 +147,7 @@ class TextRows(CheckedFields):
             held_out,
             classes=self.classes or self._find_class_names(train_tables[0], form),
             notes=tuple(notes),
-            format="verbatim" if form == "prompt_completion" else "none" if form == "text" else None,
+            format=_FORMATS.get(form),
             folder=self._choose_folder() if self.on_disk else None,
             labels_are_numbers=any(self._find_class_names(table, form) for table in tables),
         )
