@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import importlib
 import inspect
+import io
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -253,6 +258,19 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
     }
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_remark_of_a_method_bears_its_title(capsys: Capsys) -> None:
+    variant = '[methods.thin]\nmethod = "floral"\ntitle = "Thin"\nrank = 0.001\n'
+    said = done(capsys, "compare", write(Path(), SMALL + variant), "--methods", "thin", "run.rounds=1")
+    remark = "Thin: rank = 0.001 gives less than rank 1; rank 1 is used (in "
+    # before the run and in the report
+    assert said.count(remark) == 2
+    assert said.count("less than rank 1") == 2
+    assert remark in Path("runs/small/report.md").read_text()
+    config = json.loads(Path("runs/small/thin-s0/run.json").read_text())
+    assert [text.startswith(remark) for text in config["remarks"]] == [True]
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> None:
@@ -311,7 +329,7 @@ def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pyte
         assert main(["compare", file]) == 130
     said = capsys.readouterr().err
     assert "interrupted" in said
-    assert "fedlowrank resume runs/small/fedavg-s0" in said
+    assert "start it again to go on" in said
     assert RunRecord.load(Path("runs/small/fedavg-s0")).status["state"] == "stopped"
     finished = stamps()[f"runs/small/standalone-s0/{RECORDS_FILE}"]
     done(capsys, "compare", file)
@@ -468,6 +486,49 @@ def test_the_installed_command(arguments: list[str], says: str) -> None:
     assert actual.returncode == 0, actual.stderr
     assert says in actual.stdout
     assert "Traceback" not in actual.stderr
+
+
+def test_compare_takes_a_finished_run_without_its_checkpoint_and_names_what_it_moves_aside(
+    capsys: Capsys,
+) -> None:
+    file = write(Path())
+    done(capsys, "compare", file)
+    for name in ("standalone-s0", "fedavg-s0"):
+        shutil.rmtree(f"runs/small/{name}/checkpoint")
+    Path(f"runs/small/standalone-s0/{RECORDS_FILE}").unlink()
+    before = stamps()
+    said = done(capsys, "compare", file)
+    assert stamps()[f"runs/small/fedavg-s0/{RECORDS_FILE}"] == before[f"runs/small/fedavg-s0/{RECORDS_FILE}"]
+    assert "runs/small/standalone-s0.old-1" in said
+    assert folders() == ["fedavg-s0", "standalone-s0", "standalone-s0.old-1"]
+    # more rounds need the checkpoint
+    shutil.rmtree("runs/small/standalone-s0.old-1")
+    assert "runs/small/fedavg-s0.old-1" in done(capsys, "compare", file, "run.rounds=3")
+    assert [r.round for r in RunRecord.load(Path("runs/small/fedavg-s0")).rounds] == [0, 1, 2, 3]
+
+
+class BrokenStream(io.StringIO):
+    """A standard stream whose every write fails."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 0), (errno.ENOSPC, 1)])
+def test_output_that_cannot_be_written_ends_no_run(
+    number: int, code: int, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", BrokenStream(number))
+    assert main(["run", write(Path()), "-o", "run"]) == code
+    assert ("No space left on device" in capsys.readouterr().err) == bool(code)
+    assert RunRecord.load(Path("run")).status["state"] == "finished"
+    monkeypatch.setattr(sys, "stderr", BrokenStream(number))
+    assert main(["run", write(Path()), "-o", "run2"]) == code
+    assert RunRecord.load(Path("run2")).status["state"] == "finished"
 
 
 @pytest.mark.full

@@ -46,6 +46,10 @@ Capsys = pytest.CaptureFixture[str]
             "optimizer.momentun: there is no such field. Did you mean 'momentum'?",
         ),
         (
+            "defaults.optimizer={kind='adamw', betas=[0.8, 0.9]}",
+            "Write defaults.optimizer.beta1=0.8, defaults.optimizer.beta2=0.9",
+        ),
+        (
             "methods.fedavg.weighting=example",
             "methods.fedavg.weighting: 'example' is no choice. Did you mean 'examples'?",
         ),
@@ -77,6 +81,15 @@ def test_a_wrong_default_names_the_method_that_was_asked_for(capsys: Capsys) -> 
     said = refused(capsys, "run", write(Path(), text), "--method", "ifca", "defaults.lr=0.1")
     assert "methods.ifca" in said
     assert "pfedlora" not in said
+    said = refused(capsys, "compare", write(Path(), text), "defaults.lr=0.1")
+    assert said.startswith(
+        "defaults.lr: the default method pfedlora has no such field. Did you mean defaults.optimizer.lr"
+    )
+    assert refused(capsys, "data", write(Path(), text), 'defaults.epochs="2"').startswith(
+        "defaults.epochs: input should"
+    )
+    own = refused(capsys, "data", write(Path(), text), "method=ditto", 'methods.ditto.epochs="2"')
+    assert own.startswith("methods.ditto.epochs: input should")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +103,21 @@ def test_a_wrong_default_names_the_method_that_was_asked_for(capsys: Capsys) -> 
         ),
         (["compare", "small.toml", "--seeds=0", "--seeds=1"], "--seeds: is given twice"),
         (["run", "small.toml", "-o", "a", "--out", "b"], "is given twice"),
+        (
+            ["run", "small.toml", "--methods", "fedavg"],
+            "Did you mean '--method'? `fedlowrank compare` takes --methods.",
+        ),
+        (
+            ["run", "small.toml", "--seed", "1"],
+            "Did you mean run.seed=1? `fedlowrank compare` takes --seeds.",
+        ),
+        (["resume", "runs", "--rounds=9"], "Did you mean run.rounds=9?"),
+        (["compare", "small.toml", "--batch-size", "8"], "Did you mean defaults.batch_size=8?"),
+        (["tune", "small.toml", "--lr", "0.1"], "Did you mean defaults.optimizer.lr=0.1?"),
+        (
+            ["report", "runs", "--seeds", "1"],
+            "unrecognized arguments: --seeds 1. `fedlowrank compare` takes --seeds.",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_meant(arguments: list[str], says: str, capsys: Capsys) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import resource
+import signal
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,3 +171,22 @@ def test_a_name_that_is_the_number_of_another_client_is_refused(capsys: Capsys) 
         done(capsys, "predict", NAMED_RUN, "--client", text, "-o", "one.csv")
         assert get_names("one.csv") == {name}
     assert "there is no client name=0" in refused(capsys, "predict", NAMED_RUN, "--client", "name=0")
+
+
+def test_files_are_written_completely_or_not_at_all(capsys: Capsys) -> None:
+    folder = "runs/small/fedavg-s0"
+    done(capsys, "run", write(Path()), "run.rounds=1")
+    # a file of more bytes than the limit cannot be written, as on a full disk
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        assert "predictions.csv" in refused(capsys, "predict", folder)
+        assert "matrix.svg" in refused(
+            capsys, "predict", folder, "-o", "/dev/null", "--confusion", "matrix.svg"
+        )
+        assert "data.svg" in refused(capsys, "data", "small.toml", "-o", "data.svg")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(path.name for path in Path().iterdir()) == ["runs", "small.toml"]

@@ -14,7 +14,8 @@ from torch import nn
 
 import fedlowrank
 from fedlowrank import Federation, simulate
-from fedlowrank.core.errors import ConfigError, FedlowrankError
+from fedlowrank.core.errors import ConfigError, FedlowrankError, did_you_mean
+from fedlowrank.methods import METHODS
 
 SOURCE = Path(fedlowrank.__file__).parent
 OF_COMMANDS = ("cli", "network")
@@ -86,3 +87,12 @@ def test_an_existing_folder_is_no_matter_of_options_in_python(tmp_path: Path) ->
     assert "force=True" in str(error.value)
     assert "--" not in str(error.value)
     assert "--force" in error.value.for_command
+
+
+def test_a_name_in_other_case_is_suggested() -> None:
+    for name, method in METHODS.items():
+        assert did_you_mean(method.title, METHODS) == f"Did you mean {name!r}?"
+    with pytest.raises(ConfigError, match=r"no method 'pFedLoRA'\. Did you mean 'pfedlora'\?"):
+        simulate("pFedLoRA", Federation.from_arrays(CLIENTS, nn.Linear(3, 2)), rounds=1)
+    assert did_you_mean("AGEE", ["age", "AGE"]) == "Did you mean 'AGE'?"
+    assert did_you_mean("agee", ["age", "AGE"]) == "Did you mean 'age'?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,20 @@ WRONG: dict[str, tuple[str, Any, str]] = {
                          "takes (p) and is called with (params, batch)"),
     "a dict of constants": ("local_update", lambda s, c, d, v: (c, s.trained(d, v, constants=d)),
                             "constants must be a tuple of trees, such as (down,); it is a dict"),
+    "an array for the server": ("server_init", lambda s, t: {"c": np.zeros(2)},
+                                "My.server_init: a ndarray at /c cannot be part of a tree; convert it by torch.from_numpy(...)"),
+    "an array for a client": ("client_init", lambda s, c, t: {"c": np.zeros(2)}, "My.client_init: a ndarray at /c "),
+    "an array in the next state": ("local_update", lambda s, c, d, v: ([np.zeros(2)], d),
+                                   "My.local_update (state): a ndarray at /0 "),
+    "a NumPy number in an upload": ("local_update", lambda s, c, d, v: (c, {"n": np.float32(1), **d}),
+                                    "My.local_update (upload): a float32 at /n cannot be part of a tree; convert it by .item()"),
+    "an array in a download": ("download", lambda s, a, c: {"c": np.zeros(2), **a}, "My.download: a ndarray at /c "),
+    "an array in the total": ("server_update", lambda s, a, t, v: {"c": np.zeros(2), **t}, "My.server_update: a ndarray at /c "),
+    "an array in a mean": ("contribution", lambda s, a, u, c: {"w": Mean(np.zeros(2), 1.0)}, "a ndarray at /w cannot be"),
+    "uploads in half precision": (
+        "contribution", lambda s, a, u, c: Mean({n: t.half() for n, t in u.items()}, 1.0),
+        "My.server_update returned torch.float16 at /weight of the server's state, which had torch.float32 there",
+    ),
 }  # fmt: skip
 
 
@@ -120,3 +135,13 @@ def test_the_weighted_mean_of_a_state_that_is_none_stays_allowed() -> None:
         "client_model": lambda s, c, d, v: ClientModel(c),
     }
     simulate(type("Alone", (Plain,), hooks)(), FEDERATION, rounds=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "vectorized"}, {"clipping": Clipping(norm=1.0)}])
+def test_a_state_may_grow_and_its_counts_may_become_means(settings: dict[str, Any]) -> None:
+    hooks = {
+        "server_init": lambda s, t: {"w": t.common_model("My").initial, "count": torch.tensor(0), "past": []},
+        "download": lambda s, a, c: a["w"],
+        "server_update": lambda s, a, t, v: {"w": t, "count": a["count"] + 0.5, "past": [*a["past"], t]},
+    }
+    simulate(type("My", (Plain,), hooks)(), FEDERATION, rounds=3, **settings)

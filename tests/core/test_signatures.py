@@ -317,7 +317,11 @@ def test_every_command_gives_the_same_answer(
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (GOOD.replace("(frozen=True)", ""), "Write @dataclass(frozen=True) above the class"),
+        (GOOD.replace("(frozen=True)", ""), "class My). Write @dataclass(frozen=True) above this class"),
+        (
+            GOOD + "\n\n@dataclass\nclass Further(My):\n    beta: float = 0.5\n",
+            ".py, line {line}, class Further). Write @dataclass(frozen=True) above this class",
+        ),
         (
             GOOD.replace("alpha: float = 0.5", "alpha: float"),
             "Give the field a default, such as alpha: float = 0.5",
@@ -331,7 +335,7 @@ def test_every_command_gives_the_same_answer(
             "alpha has no default",
         ),
     ],
-    ids=["not frozen", "no default", "no type", "needed"],
+    ids=["not frozen", "another class is not frozen", "no default", "no type", "needed"],
 )
 def test_what_the_dataclass_module_refuses(
     code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -341,4 +345,5 @@ def test_what_the_dataclass_module_refuses(
     name = f"mine_{tmp_path.name}"
     Path(f"{name}.py").write_text(HEAD + code)
     assert main(["check", f"{name}:My"]) == 1
-    assert says in capsys.readouterr().err
+    last_decorator = (HEAD + code).splitlines()[::-1].index("@dataclass") if "{line}" in says else 0
+    assert says.format(line=len((HEAD + code).splitlines()) - last_decorator) in capsys.readouterr().err

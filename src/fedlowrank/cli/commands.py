@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 from rich.table import Table
 
 from ..adapters.deployment import Layout
@@ -38,13 +39,14 @@ from ..report import (
     write_values,
 )
 from ..report.figures.gallery import SHEET
-from ..report.figures.style import EMBEDDED_FONTS, Width
+from ..report.figures.style import Width, write_figure
 from ..results.records import RoundRecord, RunRecord
 from ..rounds.outcome.export import write
 from ..rounds.setup.client_ranks import list_remarks
+from ..rounds.setup.preparation import apply_attack
 from ..rounds.simulate import simulate
 from ..storage.run_files import ACCOUNT
-from ..storage.run_folder import RunFolder
+from ..storage.run_folder import RunFolder, ends_equally
 from .download_command import get_data
 from .jobs.parallel import Ending, Outcome, run_parallel
 from .language.run_estimate import estimate_run
@@ -78,16 +80,21 @@ def run(
     if isinstance(federation.companion, Language):
         estimate = estimate_run(experiment.build_method(name), federation, experiment.run_here)
         OUT.print(estimate or "no estimate of the time: the method's first pass cannot be seen alone")
-    run_method(experiment, name, federation, folder, force)
+    with _resume_hint(experiment, name, folder):
+        run_method(experiment, name, federation, folder, force)
     return show_run(folder)
 
 
 def refuse_network_settings(experiment: ExperimentConfig, overrides: Sequence[str]) -> None:
-    """Refuse network settings that were typed for a run within this process; log those of its file.
+    """Refuse network settings that were typed for a run within this process, and log those of its file.
 
-    A file may be shared with the server and the clients of a network, and simulated first.
+    A file may be shared with the server and the clients of a network, and simulated first. For the engine ``flower``,
+    settings that cannot work over a network are refused.
     """
     if experiment.run.engine == "flower":
+        from ..network.operation.start_checks import check_flower_simulation
+
+        check_flower_simulation(experiment)
         return
     advice = "add --engine flower for a run over a network"
     for text in overrides:
@@ -247,8 +254,23 @@ def _resume(
             f"{folder} was served over a network, so the examples of its clients are not here. Go on with it by "
             f"fedlowrank serve FILE.toml --out {shlex.quote(str(folder))} --resume"
         )
-    run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored_config["vary"])
+    with _resume_hint(experiment, name, folder):
+        run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored_config["vary"])
     return True
+
+
+@contextlib.contextmanager
+def _resume_hint(experiment: ExperimentConfig, name: str, folder: Path) -> Iterator[None]:
+    """Let an interrupt within the block advise to resume the run."""
+    code_option = " --allow-code" if experiment.code or ":" in name else ""
+    INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{code_option}")
+    try:
+        yield
+    except Exception:
+        # the hint is printed only after an interrupt
+        INTERRUPT_HINTS.pop()
+        raise
+    INTERRUPT_HINTS.pop()
 
 
 def export(
@@ -359,11 +381,7 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     if out is not None:
         counts = count_classes(federation.clients, len(federation.classes))
         figure = draw_class_counts(counts, federation.classes)
-        try:
-            with matplotlib.rc_context(EMBEDDED_FONTS):
-                figure.savefig(out)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot draw {out}: {error}") from error
+        write_figure(figure, out)
         OUT.print(f"picture: {out}")
     return 0
 
@@ -392,7 +410,9 @@ def run_method(
     on_round: Callable[[RoundRecord], None] | None = None,
     printed_remarks: set[str] | None = None,
 ) -> None:
-    """Run a method of an experiment in a folder, or continue its run; a run that has not begun starts from scratch.
+    """Run a method of an experiment in a folder, or continue its run.
+
+    A run without a checkpoint starts from scratch, unless it is finished and all its records are there.
 
     Args:
         experiment: experiment that holds the method.
@@ -407,40 +427,60 @@ def run_method(
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
     printed_remarks = set() if printed_remarks is None else printed_remarks
-    for remark in list_remarks(method, federation.task(experiment.run.rounds)):
-        if (line := f"{title}: {remark}") not in printed_remarks:
-            printed_remarks.add(line)
-            OUT.print(line, style="yellow")
+    for remark in list_remarks(method, federation.task(experiment.run.rounds), title):
+        if remark not in printed_remarks:
+            printed_remarks.add(remark)
+            OUT.print(remark, style="yellow")
     has_begun = RunFolder.has_begun(folder)
+    if resume and not has_begun and folder.exists():
+        if _is_complete(experiment, name, federation, folder, vary or {}):
+            OUT.print(
+                f"{folder} is finished and has all its records; its checkpoint is missing", style="yellow"
+            )
+            return
+        OUT.print(
+            f"{folder} has no checkpoint to go on from; it is moved to {RunFolder.move_aside(folder)}, and the run starts "
+            "from scratch",
+            style="yellow",
+        )
     options: dict[str, Any] = {
         "resume": resume and has_begun,
-        "force": force or (resume and not has_begun),
+        "force": force,
         "config": {
             **experiment.describe_run(name),
             "vary": vary or {},
             **describe_working_folder(folder, experiment.to_dict(), name),
         },
     }
-    code_option = " --allow-code" if experiment.code or ":" in name else ""
-    INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{code_option}")
-    try:
-        if experiment.run.engine == "flower":
-            from .deployment.network_commands import run_simulation
+    if experiment.run.engine == "flower":
+        from .deployment.network_commands import run_simulation
 
-            run_simulation(experiment, name, folder, **options)
-        else:
-            options |= vars(experiment.run_here)
-            with warnings.catch_warnings():
-                # a remark has reported the lowered rank
-                warnings.simplefilter("ignore", LoweredRankWarning)
-                simulate(
-                    method, federation, folder=folder, progress=on_round is None, on_round=on_round, **options
-                )
-    except Exception:
-        # the hint is printed only after an interrupt
-        INTERRUPT_HINTS.pop()
-        raise
-    INTERRUPT_HINTS.pop()
+        run_simulation(experiment, name, folder, **options)
+        return
+    options |= vars(experiment.run_here)
+    with warnings.catch_warnings():
+        # a remark has reported the lowered rank
+        warnings.simplefilter("ignore", LoweredRankWarning)
+        simulate(method, federation, folder=folder, progress=on_round is None, on_round=on_round, **options)
+
+
+def _is_complete(
+    experiment: ExperimentConfig, name: str, federation: Federation, folder: Path, vary: dict[str, Any]
+) -> bool:
+    """Whether a folder holds this run, finished, with all its records."""
+    try:
+        record = RunRecord.load(folder)
+    except CheckpointError:
+        return False
+    settings = experiment.run_here
+    _, attacked_federation = apply_attack(federation, settings.trust)
+    return (
+        record.status.get("state") == "finished"
+        and not record.missing
+        and not experiment.changes_from(record.config, name, vary)
+        and ends_equally(record.section("run"), json.loads(json.dumps(dataclasses.asdict(settings))))
+        and record.config.get("fingerprint") == attacked_federation.fingerprint()
+    )
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.io.atomic_files import write_json
 from ..core.key import Key
 from ..core.tree import Params
-from ..data.text.text_formats import render_instruction
+from ..data.text.chat.chat_template import ChatTemplate
+from ..data.text.text_formats import make_conversation, render_instruction
 from ..data.text.text_records import Instruction
 from ..language.base_model import load_base
 from ..language.device_map import NO_MAP
@@ -79,15 +80,23 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
 
 def prompt_of(language: Language) -> PromptFormat:
     """Format of prompts in training."""
+    settings = language.settings
+    chat = (
+        ChatTemplate(language.loaded.tokenizer, settings.loss_on, settings.system)
+        if language.uses_chat_template
+        else None
+    )
 
     def prompt(record: Mapping[str, str]) -> str:
-        if language.settings.format == "none":
+        if settings.format == "none":
             # a text that the model continues
             return record["instruction"] + record["input"]
         instruction = Instruction(record["instruction"], "", record["input"])
-        return render_instruction(instruction, language.settings.format, language.loaded.tokenizer)[0]
+        if chat is not None:
+            return chat.write_prompt(make_conversation(instruction))
+        return render_instruction(instruction, settings.format)[0]
 
-    return PromptFormat(prompt, special_tokens=not language.uses_chat_template)
+    return PromptFormat(prompt, chat is None, language.end_token)
 
 
 def language_of_run(run: Run) -> Language:

@@ -26,7 +26,7 @@ def show_list(name: str | None, trust: bool) -> int:
     Raises:
         ConfigError: if there is no such name.
     """
-    all_sections = json.loads(CATALOG.read_text())
+    all_sections = json.loads(CATALOG.read_text(encoding="utf-8"))
     if trust and name is None:
         _print_tables([section for section in all_sections if section["trust"]])
         OUT.print(

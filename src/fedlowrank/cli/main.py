@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib
 import logging
-import os
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 from ..core.errors import FedlowrankError, did_you_mean
 from ..core.io.private_files import private_umask
+from ..core.io.streams import tolerant_streams
 from ..core.version import __version__
 
 OVERRIDES = "overrides fields of the file: run.rounds=20 defaults.optimizer.lr=0.05"
@@ -422,8 +422,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 for success, 1 after a user error or if a damaged run was left out, 130 after Ctrl-C.
+        0 for success, 1 after a user error, if a damaged run was left out, or if the output could not be written, 130
+        after Ctrl-C. A reader that closes the output, such as ``head``, changes nothing.
     """
+    with tolerant_streams() as (output, errors):
+        exit_code = _main(argv)
+        output.flush()
+        if output.error is None or isinstance(output.error, BrokenPipeError):
+            return exit_code
+        print(f"error: cannot write the output: {output.error.strerror}", file=errors)
+        return exit_code or 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     command_parser = parser()
     args, extra_args = command_parser.parse_known_args(argv)
     takes_name = getattr(args, "file", None) == Path("get")  # `data get -o FOLDER NAME`
@@ -431,9 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hasattr(args, "overrides")
         and all((takes_name or "=" in r) and not r.startswith("-") for r in extra_args)
     ):
-        fields = [word.lstrip("-") for word in extra_args if "=" in word and "." in word.partition("=")[0]]
-        hint = f" (a field is set without dashes: {fields[0]})" if fields else ""
-        command_parser.error(f"unrecognized arguments: {' '.join(extra_args)}{hint}")
+        advice = _advise_options(command_parser, args, extra_args)
+        command_parser.error(f"unrecognized arguments: {' '.join(extra_args)}{advice}")
     if extra_args:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *extra_args]
     import_path, previous_handler = list(sys.path), None
@@ -454,15 +464,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"interrupted. {INTERRUPT_HINTS[-1]}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # the reader of the output has closed the pipe; flushing the rest must not raise an error at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     finally:
         # an import of the user's own code adds the working folder
         sys.path[:] = import_path
         if previous_handler is not None:
             signal.signal(signal.SIGTERM, previous_handler)
+
+
+def _advise_options(
+    command_parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
+) -> str:
+    """Advise what to type instead of unknown words: a field of the experiment, or an option of this or another command."""
+    fields = [word.lstrip("-") for word in words if "=" in word and "." in word.partition("=")[0]]
+    if fields:
+        return f" (a field is set without dashes: {fields[0]})"
+    position = next((i for i, word in enumerate(words) if word.startswith("--")), None)
+    if position is None:
+        return ""
+    option, _, value = words[position].partition("=")
+    value = value or next((word for word in words[position + 1 :] if not word.startswith("-")), "...")
+    (commands,) = (a.choices for a in command_parser._actions if isinstance(a, argparse._SubParsersAction))
+    options = {name: parser._option_string_actions for name, parser in commands.items()}
+    field = _find_field(option.lstrip("-").replace("-", "_")) if hasattr(args, "overrides") else ""
+    nearest_option = did_you_mean(option, options[args.command])
+    sentences = [f"Did you mean {field}={value}?"] if field else []
+    if not field and nearest_option.startswith("Did"):
+        sentences.append(nearest_option)
+    owners = [
+        f"`fedlowrank {name}` takes {full_option}."
+        for name, full_options in options.items()
+        for full_option in full_options
+        if full_option.startswith(option)
+    ]
+    sentences += owners[:1]
+    return f". {' '.join(sentences)}" if sentences else ""
+
+
+def _find_field(name: str) -> str:
+    """Find a field of an experiment by its name alone, in the tables that are often changed; empty if there is none."""
+    from ..config.reading.field_help import find_tables
+
+    for path in ("run", "defaults", "defaults.optimizer", "partition"):
+        with contextlib.suppress(FedlowrankError):
+            find_tables(f"{path}.{name}")
+            return f"{path}.{name}"
+    return ""
 
 
 def _call(function: str, command: str, debug: bool, given_options: object = (), **options: Any) -> int:

@@ -39,7 +39,7 @@ def new(path: Path) -> int:
             if source.name.endswith(ENDING):
                 target = folder / source.name.removesuffix(ENDING).replace("NAME", name)
                 target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
-        (folder / "__init__.py").write_text(f'"""The project {name}."""\n')
+        (folder / "__init__.py").write_text(f'"""The project {name}."""\n', encoding="utf-8")
     # as `python NAME/data.py` does
     runpy.run_path(str(folder / "data.py"), run_name="__main__")
     if name != path.name:

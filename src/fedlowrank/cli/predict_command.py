@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,8 +14,8 @@ from ..config.new_rows import NewRows, read_new_rows
 from ..config.stored_run import find_typed_client, open_run
 from ..core.contract import ClientInfo
 from ..core.errors import ConfigError, DataError, did_you_mean
-from ..core.io.atomic_files import as_checkpoint_error
-from ..report.figures.style import EMBEDDED_FONTS
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..report.figures.style import write_figure
 from ..rounds.outcome.predictions import confusion, predict_rows, predictions
 from ..rounds.run import Run
 from ..storage.run_files import CLIENT_FILE
@@ -71,9 +70,10 @@ def predict(
         line += f"; {100 * table['correct'].mean():.1f} % are predicted correctly"
     OUT.print(line)
     if confusion_matrix is not None:
-        _draw(
-            confusion(run, client_id, split, series),
-            f"{run.method.title}, {clients_text}, {split}",
+        write_figure(
+            confusion_figure(
+                confusion(run, client_id, split, series), f"{run.method.title}, {clients_text}, {split}"
+            ),
             confusion_matrix,
         )
         OUT.print(f"confusion matrix: {confusion_matrix}")
@@ -107,17 +107,9 @@ def _predict_rows(run: Run, rows: NewRows, info: ClientInfo | None, series: str 
 
 
 def _write(table: pd.DataFrame, out: Path) -> None:
-    with as_checkpoint_error(f"cannot write {out}"):
+    with as_checkpoint_error(f"cannot make {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(out, index=False)
-
-
-def _draw(counts: pd.DataFrame, title: str, path: Path) -> None:
-    try:
-        with matplotlib.rc_context(EMBEDDED_FONTS):
-            confusion_figure(counts, title).savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot draw {path}: {error}") from error
+    write_atomically(out, table.to_csv(index=False).encode())
 
 
 def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:

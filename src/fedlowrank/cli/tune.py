@@ -23,7 +23,7 @@ from ..config.tuning import (
 )
 from ..core.errors import ConfigError, did_you_mean
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
-from ..report.tables.text_table import to_rich
+from ..report.tables.text_table import TerminalTable
 from ..report.tables.tuning_table import tuning_csv, tuning_markdown, tuning_tables
 from ..results.records import RunRecord
 from ..storage.run_folder import RunFolder
@@ -109,8 +109,7 @@ def tune_experiment(
     ]
     tables = tuning_tables(scored_settings, selection)
     for table in tables:
-        for renderable in to_rich(table):
-            OUT.print(renderable)
+        OUT.print(TerminalTable(table))
     for warning in warnings:
         OUT.print(warning, style="yellow")
     with as_checkpoint_error(f"cannot make {out}"):

@@ -159,7 +159,7 @@ class LoweredRankWarning(UserWarning):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest known one, or all of them.
+    """End of a message about an unknown name: the nearest known one without regard to case, or all of them.
 
     Args:
         name: the unknown name.
@@ -169,7 +169,11 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
         A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
     """
     names = sorted(set(choices))
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    lowercase_matches = difflib.get_close_matches(name.lower(), {n.lower() for n in names}, n=1, cutoff=0.6)
+    # of names that differ in case alone, the nearest in case
+    matches = difflib.get_close_matches(
+        name, [n for n in names if n.lower() in lowercase_matches], n=1, cutoff=0
+    )
     return f"Did you mean {matches[0]!r}?" if matches else "Known: " + ", ".join(map(repr, names)) + "."
 
 

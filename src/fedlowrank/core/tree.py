@@ -99,11 +99,11 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
         return [(str(i), child) for i, child in enumerate(value)]
     if (names := _FIELDS.get(type(value))) is not None:
         return [(name, getattr(value, name)) for name in names]
-    hint = (
-        "; decorate its class with @tree_dataclass of fedlowrank.core.tree"
-        if dataclasses.is_dataclass(value)
-        else ""
-    )
+    hint = ""
+    if dataclasses.is_dataclass(value):
+        hint = "; decorate its class with @tree_dataclass of fedlowrank.core.tree"
+    elif isinstance(value, (np.ndarray, np.generic)):
+        hint = f"; convert it by {'torch.from_numpy(...)' if isinstance(value, np.ndarray) else '.item()'}"
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
 
 

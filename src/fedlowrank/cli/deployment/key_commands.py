@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from ...network.deploy.keys import (
     revoke_client,
 )
 from ...network.enrollment.accept import PUBLIC_FILES, accept_request, prolong_client
+from ...network.enrollment.key_files import read_certificate
 from ...network.enrollment.key_request import (
     PASSPHRASE_VARIABLE,
     REQUEST_FILE,
@@ -178,10 +178,7 @@ def _show_roster(folder: Path) -> None:
 
 def _authority(path: Path) -> str:
     """Fingerprint of the authority's key."""
-    try:
-        key = x509.load_pem_x509_certificate(path.read_bytes()).public_key()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no certificate that can be read: {error}") from error
+    key = read_certificate(path).public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError(f"{path} is a certificate of another kind; make keys by `fedlowrank keys`")
     return compute_fingerprint(key)

@@ -35,8 +35,9 @@ from ...network.deploy.server_processes import RunStatus, SuperLink, SuperNode
 from ...network.deploy.supervise import supervise
 from ...network.enrollment.key_request import PASSPHRASE_VARIABLE
 from ...network.enrollment.roster import ROSTER_FILE, KeyRoster
-from ...network.operation.client_count import check_client_count, count_clients
+from ...network.operation.client_count import check_client_count
 from ...network.operation.policy import Policy, preview_uploads, raise_violations
+from ...network.operation.start_checks import check_network_experiment
 from ...network.site.audit_log import AUDIT_FILE, SiteAudit
 from ...network.site.signatures import read_public_key
 from ...network.site.site_settings import SiteSettings
@@ -127,7 +128,7 @@ def serve(
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
-    count_clients(experiment)
+    check_network_experiment(experiment)
     tls_keys = server_keys(keys, insecure)
     out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
     has_begun, has_failed_start = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
@@ -249,12 +250,12 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
                 if end_message is not None:
                     kind, _, reason = end_message.partition(": ")
                 if reason.startswith("paused: "):
-                    raise ProcessError(f"the run is {reason} Details: {link.log}")
+                    raise ProcessError(f"the run is {reason.rstrip('.')}. Details: {link.log}")
                 advice = "Go on with it by --resume" if RunFolder.has_begun(run_path) else "Start it again"
                 if kind == "refused":
                     # the reason says what to do
                     advice = "Nothing has changed"
-                raise ProcessError(f"the run failed: {reason} {advice}; details: {link.log}")
+                raise ProcessError(f"the run failed: {reason.rstrip('.')}. {advice}; details: {link.log}")
 
 
 class _NewLines:
@@ -327,7 +328,7 @@ def join(
     """
     _flower()
     experiment = read_experiment(file, overrides, method)
-    client_count = count_clients(experiment)
+    client_count = check_network_experiment(experiment)
     if not 0 <= client < client_count:
         raise ConfigError(f"--client {client}: clients go from 0 to {client_count - 1}")
     if data is None and test is not None:
@@ -543,7 +544,7 @@ def _models(folder: Path) -> dict[Path, int]:
 def _rejection(folder: Path) -> str:
     """Read why the server does not let a client take part; "" if it gave no reason."""
     try:
-        return (folder / REJECTION_FILE).read_text(errors="replace")
+        return (folder / REJECTION_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -611,6 +612,7 @@ def _until_done(
 def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> int:
     """Write a Flower app of an experiment, for `flwr run`."""
     experiment = read_experiment(file, overrides, method)
+    check_network_experiment(experiment)
     if out.exists() and any(p.name != "pyproject.toml" for p in out.iterdir()):
         raise FedlowrankError(
             f"{out} holds other things, which Flower would send to every client; choose an empty folder"

@@ -17,7 +17,7 @@ from ...core.errors import CheckpointError, ConfigError
 from ...core.io.atomic_files import as_checkpoint_error
 from ...network.deploy.flower_process import ProcessError, find_free_port
 from ...network.deploy.keys import make_keys
-from ...network.operation.client_count import count_clients
+from ...network.operation.start_checks import check_network_experiment
 from ..one_run import show_run
 from ..terminal import OUT, say
 from .network_commands import interrupted_once, read_experiment
@@ -79,9 +79,9 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
                 base.mkdir(parents=True, mode=0o700)
         if file is None:
             file = base / "experiment.toml"
-            file.write_text(EXPERIMENT)
+            file.write_text(EXPERIMENT, encoding="utf-8")
         overrides = choose_clients(file, clients)
-        count = count_clients(read_experiment(file, overrides, None))
+        count = check_network_experiment(read_experiment(file, overrides, None))
         make_keys(base / "keys", count, ["localhost"], 1)
         python = [sys.executable, "-m", "fedlowrank"]
         port, start_time = find_free_port(), time.monotonic()

@@ -13,7 +13,7 @@ from ...network.operation.activity import UpdateShape
 from ...network.persistence.account import Account
 from ...results.records import RunRecord, describe_missing
 from ...storage.digest import read_sealed
-from ...storage.lock import is_alive, read_holder
+from ...storage.lock import is_in_use, read_holder
 from ...storage.run_files import ACCOUNT
 from ..read_runs import count_left_out, read_each
 from ..terminal import OUT
@@ -87,7 +87,7 @@ def row(folder: Path) -> list[str]:
     """Cells of a run: its folder, state, rounds, process, clients, and last message."""
     run = RunRecord.load(folder)
     holder = read_holder(folder)
-    process = str(holder["pid"]) if is_alive(holder) else ""
+    process = str(holder.get("pid", "")) if is_in_use(folder) else ""
     completed_count = run.rounds[-1].round if run.rounds else 0
     message = str(run.status.get("message", ""))
     if run.rounds and run.rounds[-1].lost:

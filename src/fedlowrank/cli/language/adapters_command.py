@@ -102,7 +102,11 @@ def _repository(push: str | Literal[True] | None, settings: ExportSettings, base
 def _print_truncation(path: Path) -> None:
     """Print what an adapter lost by its rank, by layer where it lost something."""
     metadata_path = path / METADATA_FILE
-    truncation = json.loads(metadata_path.read_text()).get("truncation") if metadata_path.is_file() else None
+    truncation = (
+        json.loads(metadata_path.read_text(encoding="utf-8")).get("truncation")
+        if metadata_path.is_file()
+        else None
+    )
     if truncation is None:
         return
     OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 
+from ...core.arguments.field_checks import find_numbered
 from ...core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -39,7 +40,11 @@ def build(cls: type[T], values: Any, path: str, origins: Mapping[str, str] | Non
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
-    refuse_conversions(cls, values, path)
+    origins = origins or {}
+    hints = _field_hints(cls)
+    for name in values:
+        if name in hints:
+            refuse_conversions(hints[name], values[name], f"{origins.get(name, path)}.{name}")
     try:
         built: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
@@ -226,9 +231,13 @@ def _explain(cls: type[Any], depth: int, error: Any, origins: Mapping[str, str])
         )
         if origin != table and not shown_path:
             problem = f"{field_path}: {table} has no such field"
+        names = [n for owner in owners for n in _field_names(owner)]
+        if numbered_fields := find_numbered(str(name), value, names):
+            prefix = field_path.removesuffix(str(name))
+            return f"{problem}. Write {', '.join(f'{prefix}{n}={v}' for n, v in numbered_fields.items())}"
         if inner := _find_inner(owners, str(name)):
             return f"{problem}. Did you mean {field_path.removesuffix(str(name))}{inner}={value}?"
-        return f"{problem}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
+        return f"{problem}. {did_you_mean(str(name), names)}"
     if error_type == "missing":
         return f"{field_path}: this field is needed"
     if error_type == "union_tag_invalid" and not isinstance(value, Mapping):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 
 _ADVICE = {
-    "cannot inherit non-frozen dataclass": "Write @dataclass(frozen=True) above the class",
+    "cannot inherit non-frozen dataclass": "Write @dataclass(frozen=True) above this class",
     "follows default argument": "Give the field a default, such as alpha: float = 0.5",
     "has no type annotation": "Write its type, such as alpha: float = field(default=0.5)",
 }
@@ -50,4 +51,17 @@ def import_named(name: str, origin: str) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         advice = next((f". {remedy}" for phrase, remedy in _ADVICE.items() if phrase in reason), "")
-        raise ConfigError(f"{origin}: {name!r} cannot be imported: {reason}{advice}") from error
+        raise ConfigError(
+            f"{origin}: {name!r} cannot be imported: {reason}{_describe_import_location(error)}{advice}"
+        ) from error
+
+
+def _describe_import_location(error: Exception) -> str:
+    """Describe the last line at the top level of a module that an exception passed, and the class that it defines there."""
+    location, owner = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "<module>":
+            location = f"{Path(frame.f_code.co_filename).name}, line {line}"
+        if frame.f_globals.get("__name__") == "dataclasses" and isinstance(frame.f_locals.get("cls"), type):
+            owner = f", class {frame.f_locals['cls'].__name__}"
+    return f" ({location}{owner})" if location else ""

@@ -177,10 +177,10 @@ class RunningMean(Generic[T]):
 
 def _refuse_integers(value: Any, path: str = "") -> None:
     """Raise TreeError if a tree whose mean is computed holds integers or booleans, whose mean is no such number."""
-    for leaf_path, t in tree.leaves(value):
+    for leaf_path, t in tree.leaves(value, path):
         if not (t.is_floating_point() or t.is_complex()):
             raise tree.TreeError(
-                f"a mean needs floating-point tensors; at {path + leaf_path or 'its top'} there is {t.dtype}. Use .float(), or "
+                f"a mean needs floating-point tensors; at {leaf_path or 'its top'} there is {t.dtype}. Use .float(), or "
                 "Sum for counts"
             )
 

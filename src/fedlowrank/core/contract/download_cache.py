@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .hook_results import check_tree
 from .method import AnyMethod
 from .task import ClientInfo
 
@@ -46,7 +47,7 @@ class Downloads:
                 return messages[values]
         noted_info = _ReadInfo(**{name: getattr(client, name) for name in _FIELDS})
         vars(noted_info).pop("_read", None)
-        message = self._method.download(self._server, noted_info)
+        message = check_tree(self._method, "download", self._method.download(self._server, noted_info))
         names = tuple(sorted(vars(noted_info).get("_read", ())))
         if not {"id", "name"} & set(names) and sum(map(len, self._known.values())) < MAX_MESSAGES:
             self._known.setdefault(names, {})[tuple(getattr(client, name) for name in names)] = message

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from .. import tree
+from ..arguments.user_code import is_of_package
 from ..errors import TaskError
 from .client_model import ClientModel
 from .task import Pass
 
+T = TypeVar("T")
+
 _VARIADIC = inspect.CO_VARARGS
 
 
+def check_tree(method: Any, hook: str, value: T) -> T:
+    """Return the result of a hook; raise TreeError with the name of the hook if it is no tree."""
+    try:
+        tree.map_leaves(lambda t: t, value)
+    except tree.TreeError as error:
+        raise tree.TreeError(f"{_class_name(method)}.{hook}: {error}") from error
+    return value
+
+
 def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
-    """Return the result of ``local_update``; raise TaskError if it is no pair."""
+    """Return the result of ``local_update``; raise TaskError if it is no pair, and TreeError if it is no pair of trees."""
     if isinstance(result, tuple) and len(result) == 2:
+        for part, value in zip(("state", "upload"), result, strict=True):
+            check_tree(method, f"local_update ({part})", value)
         return result
     description = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
     raise TaskError(
-        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {description}. Write "
+        f"{_class_name(method)}.local_update must return the pair (state, upload); it returned {description}. Write "
         "return None, upload if a client keeps nothing"
     )
 
 
 def check_client_model(method: Any, result: Any) -> ClientModel:
     """Return the result of ``client_model``; raise TaskError if it is no ClientModel of parameters."""
-    name = f"{type(method).__name__}.client_model"
+    name = f"{_class_name(method)}.client_model"
     if not isinstance(result, ClientModel):
         raise TaskError(
             f"{name} must return a ClientModel; it returned {_kind(result)}. Write return ClientModel(params)"
@@ -50,7 +64,7 @@ def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
     if isinstance(passes, dict) and passes and all(isinstance(value, Pass) for value in passes.values()):
         return passes
     raise TaskError(
-        f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "
+        f"{_class_name(method)}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "
         'return {"local": self.main_pass}'
     )
 
@@ -60,7 +74,7 @@ def check_server_metrics(method: Any, metrics: Any) -> dict[str, dict[str, float
 
     A number may be one of PyTorch or NumPy.
     """
-    name = f"{type(method).__name__}.server_metrics"
+    name = f"{_class_name(method)}.server_metrics"
     if not isinstance(metrics, Mapping) or not all(isinstance(table, Mapping) for table in metrics.values()):
         raise TaskError(
             f"{name} must return a dict of dicts of numbers, by name and series; it returned {_kind(metrics)}. Write "
@@ -81,12 +95,27 @@ def _plain_number(name: str, key: str, value: Any) -> float:
 
 
 def check_server_state(method: Any, before: Any, state: Any) -> Any:
-    """Return the result of ``server_update``; raise TaskError if the server's state is lost."""
+    """Return the result of ``server_update``.
+
+    Raises:
+        TaskError: if the server's state is lost, or tensors in it change from one floating-point type to another.
+        TreeError: if the state is no tree.
+    """
     if state is None and before is not None:
         raise TaskError(
-            f"{type(method).__name__}.server_update returned None, which would be the server's next state. Return the "
+            f"{_class_name(method)}.server_update returned None, which would be the server's next state. Return the "
             "state, such as return total"
         )
+    check_tree(method, "server_update", state)
+    if [t.dtype for t in tree.tensors(before)] != [t.dtype for t in tree.tensors(state)]:
+        types = {path: t.dtype for path, t in tree.leaves(before) if t.is_floating_point()}
+        for path, t in tree.leaves(state):
+            if t.is_floating_point() and types.get(path, t.dtype) != t.dtype:
+                raise TaskError(
+                    f"{_class_name(method)}.server_update returned {t.dtype} at {path or 'the top'} of the server's state, "
+                    f"which had {types[path]} there. If uploads have another type than the state, convert them in "
+                    f"contribution, such as by .to({types[path]})"
+                )
     return state
 
 
@@ -129,6 +158,13 @@ def check_function(
         f"{title} at line {code.co_firstlineno} takes {inspect.signature(function)} and is called with "
         f"({', '.join(arguments)})"
     )
+
+
+def _class_name(method: Any) -> str:
+    """Name of the class of a method, without the wrappers of this package around it."""
+    while hasattr(method, "inner") and is_of_package(type(method)):
+        method = method.inner
+    return type(method).__name__
 
 
 def _kind(value: Any) -> str:
