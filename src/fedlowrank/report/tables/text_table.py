@@ -14,9 +14,8 @@ from rich.text import Text
 
 from ...core.io.text import on_one_line
 
-TERMINAL = (
-    80  # maximum characters of a line in a terminal; a table that needs more continues in a further table
-)
+# maximum characters of a line in a terminal; a table that needs more continues in a further table
+TERMINAL = 80
 LABEL = 24  # maximum characters of a label in a terminal; a longer one takes several lines
 
 
