@@ -50,6 +50,10 @@ Capsys = pytest.CaptureFixture[str]
             "Write defaults.optimizer.beta1=0.8, defaults.optimizer.beta2=0.9",
         ),
         (
+            "defaults.optimizer={kind='adamw', betas=[0.8]}",
+            "Write defaults.optimizer.beta1=..., defaults.optimizer.beta2=...",
+        ),
+        (
             "methods.fedavg.weighting=example",
             "methods.fedavg.weighting: 'example' is no choice. Did you mean 'examples'?",
         ),
@@ -114,6 +118,11 @@ def test_a_wrong_default_names_the_method_that_was_asked_for(capsys: Capsys) -> 
         (["resume", "runs", "--rounds=9"], "Did you mean run.rounds=9?"),
         (["compare", "small.toml", "--batch-size", "8"], "Did you mean defaults.batch_size=8?"),
         (["tune", "small.toml", "--lr", "0.1"], "Did you mean defaults.optimizer.lr=0.1?"),
+        (["run", "small.toml", "--lr=0.1", "run.rounds=1"], "Did you mean defaults.optimizer.lr=0.1?\n"),
+        (["run", "small.toml", "--kind", "x"], "unrecognized arguments: --kind x\n"),
+        (["run", "small.toml", "--foo=1"], "unrecognized arguments: --foo=1\n"),
+        (["run", "small.toml", "--forse"], "unrecognized arguments: --forse\n"),
+        (["list", "--run.rounds=1"], "unrecognized arguments: --run.rounds=1\n"),
         (
             ["report", "runs", "--seeds", "1"],
             "unrecognized arguments: --seeds 1. `fedlowrank compare` takes --seeds.",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
+import lzma
 import resource
 import signal
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +44,26 @@ def test_predictions_of_a_run_folder(capsys: Capsys) -> None:
     done(capsys, "predict", str(folder), "--client", "1", "--split", "val", "-o", "new/one.csv")
     assert accuracy_of(Path("new/one.csv")) == {1: recorded.values("accuracy", split="val")[1]}
     assert files(folder) == before
+
+
+def test_the_ending_of_a_table_chooses_its_compression(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=1")
+    folder = "runs/small/fedavg-s0"
+    done(capsys, "predict", folder)
+    expected = Path("predictions.csv").read_bytes()
+    with pytest.raises(gzip.BadGzipFile):
+        gzip.decompress(expected)
+    for ending, decompress in (("gz", gzip.decompress), ("bz2", bz2.decompress), ("xz", lzma.decompress)):
+        done(capsys, "predict", folder, "-o", f"p.csv.{ending}")
+        assert decompress(Path(f"p.csv.{ending}").read_bytes()) == expected
+    done(capsys, "predict", folder, "-o", "p.csv.ZIP")
+    with zipfile.ZipFile("p.csv.ZIP") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == {"p.csv": expected}
+    for name, ending in (("p.csv.zst", ".zst"), ("p.tar.gz", ".tar")):
+        assert f"{name}: {ending} is not supported" in refused(capsys, "predict", folder, "-o", name)
+        assert not Path(name).exists()
+    done(capsys, "report", folder, "--csv", "v.csv.gz")
+    assert gzip.decompress(Path("v.csv.gz").read_bytes()).startswith(b"run,method,seed,")
 
 
 def test_what_cannot_be_predicted(capsys: Capsys) -> None:

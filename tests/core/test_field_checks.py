@@ -84,6 +84,8 @@ def refused(make: Callable[[], Any]) -> str:
         (lambda: Schedule("cosine", rounds="5"), "Schedule.rounds: input should be a valid integer"),
         (lambda: Schedule(kind=5), "Schedule.kind: 5 is no choice"),
         (lambda: AdamW(betas=(0.8, 0.9)), "AdamW has no argument 'betas'. Write beta1=0.8, beta2=0.9"),
+        (lambda: AdamW(betas=0.9), "AdamW has no argument 'betas'. Write beta1=..., beta2=..."),
+        (lambda: AdamW(betas=(0.8, 0.9, 0.99)), "AdamW has no argument 'betas'. Write beta1=..., beta2=..."),
         (lambda: AdamW(momentum=0.9), "AdamW has no argument 'momentum'"),
         (lambda: Clipping(norm="1"), "Clipping.norm: input should be a valid number"),
         (lambda: Privacy(kind="centrl"), "Privacy.kind: 'centrl' is no choice. Did you mean 'central'?"),

@@ -138,10 +138,15 @@ def test_the_weighted_mean_of_a_state_that_is_none_stays_allowed() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "vectorized"}, {"clipping": Clipping(norm=1.0)}])
-def test_a_state_may_grow_and_its_counts_may_become_means(settings: dict[str, Any]) -> None:
+def test_a_state_may_grow_and_its_types_may_widen(settings: dict[str, Any]) -> None:
     hooks = {
-        "server_init": lambda s, t: {"w": t.common_model("My").initial, "count": torch.tensor(0), "past": []},
+        "server_init": lambda s, t: {"w": t.common_model("My").initial, "count": torch.tensor(0), "norm": torch.zeros(()),
+                                     "past": []},
         "download": lambda s, a, c: a["w"],
-        "server_update": lambda s, a, t, v: {"w": t, "count": a["count"] + 0.5, "past": [*a["past"], t]},
-    }
+        # the newest is the first, in single and double precision by turns
+        "server_update": lambda s, a, t, v: {
+            "w": t, "count": a["count"] + 0.5, "norm": a["norm"].double() + 1,
+            "past": [t["bias"].to((torch.float64, torch.float32)[v.round % 2]), *a["past"]],
+        },
+    }  # fmt: skip
     simulate(type("My", (Plain,), hooks)(), FEDERATION, rounds=3, **settings)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from fedlowrank.core.errors import (
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import Processes, Sequential, processes
 from fedlowrank.engines.engine import ClientJob
-from fedlowrank.engines.processes import WorkerError
+from fedlowrank.engines.processes import WorkerDiedError, WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.run import Run
@@ -195,6 +196,13 @@ def test_an_error_of_the_package_is_that_of_the_sequential_engine(kind: str) -> 
     # the traceback of the worker is still at hand
     assert isinstance(actual.__cause__, WorkerError)
     assert "in local_update" in str(actual.__cause__)
+
+
+def test_the_error_of_a_dead_worker_can_be_sent_to_another_process() -> None:
+    for exit_code in (-signal.SIGKILL, -signal.SIGTERM, 1, None):
+        expected = WorkerDiedError(exit_code, "client 1 in round 1")
+        actual = pickle.loads(pickle.dumps(expected))  # noqa: S301
+        assert (type(actual), str(actual), vars(actual)) == (WorkerDiedError, str(expected), vars(expected))
 
 
 def test_another_error_comes_with_its_traceback() -> None:

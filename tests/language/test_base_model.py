@@ -328,6 +328,8 @@ def test_texts_that_the_model_has_no_room_for_are_refused(gpt2: Path, llama: Pat
 
 
 def test_modules_in_float32_keep_the_dtype_of_the_base_for_all_that_they_take_and_give() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -335,14 +337,12 @@ def test_modules_in_float32_keep_the_dtype_of_the_base_for_all_that_they_take_an
 
         def forward(self, x: Any, *, parts: Any, cache: Any) -> Any:
             cache.append(x)
-            return {"sums": (x @ self.weight, [parts[0]["y"] @ self.weight]), "counts": parts[1]}
+            sums = (x @ self.weight, [parts[0][0] @ self.weight])
+            return BaseModelOutput(x @ self.weight, hidden_states=({"sums": sums, "counts": parts[1]}, cache))
 
-    class Cache:
-        def __init__(self) -> None:
-            self.tensors: list[torch.Tensor] = []
-
-        def append(self, tensor: torch.Tensor) -> None:
-            self.tensors.append(tensor)
+    class Cache(list):  # type: ignore[type-arg]
+        def __init__(self, first: object, size: int) -> None:
+            super().__init__([first] * size)
 
     class Base(torch.nn.Module):
         dtype = torch.bfloat16
@@ -351,15 +351,17 @@ def test_modules_in_float32_keep_the_dtype_of_the_base_for_all_that_they_take_an
             super().__init__()
             self.layer = Layer()
 
-    base, cache = Base().to(torch.bfloat16), Cache()
+    base, cache = Base().to(torch.bfloat16), Cache(None, 2)
     weight = base.layer.weight.float()
     keep_in_float32(base, ["layer"])
     x, y, counts = torch.randn(3, 5).bfloat16(), torch.randn(2, 5).bfloat16(), torch.arange(2)
-    given = base.layer(x, parts=({"y": y}, counts), cache=cache)
-    (a, (b,)), same_counts = given["sums"], given["counts"]
-    for result, value in ((a, x), (b, y)):
+    given = base.layer(x, parts=({0: y}, counts), cache=cache)
+    table, same_cache = given.hidden_states
+    (a, (b,)), same_counts = table["sums"], table["counts"]
+    for result, value in ((given.last_hidden_state, x), (a, x), (b, y)):
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, (value.float() @ weight).bfloat16())
     assert torch.equal(same_counts, counts)
     # an object that is changed in place stays the same one
-    assert cache.tensors[0].dtype == torch.float32
+    assert same_cache is cache
+    assert cache[2].dtype == torch.float32

@@ -157,3 +157,12 @@ def test_a_matrix_of_less_rank_has_fewer_triplets() -> None:
         u, s, v = leading_triplets(w.to(dtype), 6)
         assert (u.shape, s.shape, v.shape, s.dtype) == ((120, 2), (2,), (100, 2), torch.float64)
         assert leading_triplets(w.to(dtype) * 0, 6)[1].shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(36, 36), (60, 36)])
+def test_a_basis_of_all_columns_proves_the_triplets(shape: tuple[int, int]) -> None:
+    u, v = (torch.linalg.qr(torch.randn(n, 36, dtype=torch.float64)).Q for n in shape)
+    made = iterate_lanczos((u * 0.65 ** torch.arange(36)) @ v.mT, 1)
+    assert made is not None
+    torch.testing.assert_close(made[1], torch.ones(1, dtype=torch.float64))
+    torch.testing.assert_close((made[2].mT @ v[:, :1]).abs(), torch.ones(1, 1, dtype=torch.float64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedlowrank.adapters.deployment import deploy
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.fused_inference import without_fused_inference
@@ -128,9 +130,61 @@ def test_evaluation_calls_the_layers_that_fused_inference_would_bypass() -> None
     torch.testing.assert_close(actual, functional_call(wrapped.train(), params, (x,)))
     assert torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(
-        TaskError, match=r"deploy: layer .*TransformerEncoderLayer\) has layers of PEFT.*merge_and_unload"
+        TaskError, match=r"deploy: layer .*linear1 \(Linear\) is of nn.Transformer.*merge_and_unload"
     ):
         deploy(wrapped, {})
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class _ScaledEncoderLayer(nn.TransformerEncoderLayer):
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return 3 * super()._ff_block(x)
+
+
+def _encoder_layer(kind: str, activation: Any = nn.functional.relu) -> nn.Module:
+    layer_class = _ScaledEncoderLayer if kind == "block" else nn.TransformerEncoderLayer
+    layer = layer_class(8, 2, 16, 0.0, activation, batch_first=True)
+    if kind in ("class", "lora"):
+        layer.linear1 = _Scaled(8, 16)
+    elif kind == "forward":
+        layer.linear1.forward = types.MethodType(lambda m, x: 3 * nn.Linear.forward(m, x), layer.linear1)
+    return add_lora(layer, 2) if kind == "lora" else layer
+
+
+@pytest.mark.parametrize("kind", ["class", "forward", "lora", "block"])
+def test_a_layer_with_its_own_forward_is_called_in_evaluation_and_not_deployed(kind: str) -> None:
+    module, x = _encoder_layer(kind), torch.randn(4, 3, 8)
+    model = Architecture("layer", module, torch.zeros(1, 3, 8))
+    params = {n: torch.randn_like(p) for n, p in model.initial.items()}
+    # in training mode PyTorch calls each layer
+    expected = functional_call(module.train(), params, (x,))
+    module.eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(model.apply(params, x), expected)
+    with pytest.raises(TaskError, match=r"has its own forward.*register_forward_pre_hook"):
+        deploy(module, params)
+    # PyTorch calls each layer if there is a hook, or with another activation
+    module.register_forward_pre_hook(lambda *_: None)
+    with torch.inference_mode():
+        torch.testing.assert_close(deploy(module, params)(x), expected)
+    other = _encoder_layer(kind, nn.functional.silu)
+    with torch.no_grad():
+        torch.testing.assert_close(deploy(other, {})(x), other.train()(x))
+
+
+def test_fused_inference_computes_weights_of_factors_and_of_parametrizations() -> None:
+    layer: Any = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    adapted, x = add_lora(layer, 2), torch.randn(4, 3, 8)
+    nn.utils.parametrizations.weight_norm(layer.linear1)
+    with torch.no_grad():
+        for module in (adapted, layer):
+            for p in module.parameters():
+                p.copy_(torch.randn_like(p))
+            torch.testing.assert_close(deploy(module, {})(x), module.train()(x))
 
 
 class _Masked(nn.Module):

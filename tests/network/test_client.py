@@ -8,6 +8,7 @@ import math
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.rounds.run import Run
+from fedlowrank.storage.digest import seal
 from tests.network.orders_by_hand import RUN_NAME, encode_download, make_order
 from tests.support.local_network import (
     Hazard,
@@ -105,6 +107,16 @@ def test_data_may_change_until_the_client_has_trained(
     # a new release may word a note otherwise
     prepare(folder, experiment, 1, replace_data(shares, notes=("a note",)))
     assert answer(sequential_run, folder, round=1, stamp=1)[0].problem == ""
+    # the folder of a client of an earlier release has no format
+    contents = json.loads((folder / "client.json").read_text())
+    del contents["format"]
+    (folder / "client.json").write_text(json.dumps(seal(contents)))
+    chat, other = (
+        dataclasses.replace(shares, language=SimpleNamespace(prompt_format=n)) for n in ("chat", "alpaca")
+    )
+    prepare(folder, experiment, 1, chat)
+    with pytest.raises(DataError, match=r"other format\."):
+        prepare(folder, experiment, 1, other)
 
 
 def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(

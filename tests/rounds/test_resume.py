@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gzip
 import itertools
@@ -39,6 +40,7 @@ from fedlowrank.storage.digest import seal, write_sealed
 from fedlowrank.storage.run_files import (
     RECORDS_FILE,
     REPRESENTATIONS,
+    read_answers,
     read_lines,
     read_representations,
     seal_run,
@@ -906,10 +908,58 @@ def test_an_interrupt_while_the_best_state_is_written_does_not_lose_it(tmp_path:
     sys.addaudithook(hook)
     with pytest.raises(KeyboardInterrupt):
         simulate(method, make_tiny_federation(), folder=folder, **given)
+    assert checkpoint.load(folder / "checkpoint").round == expected.round, "a trained round is lost"
     simulate(method, make_tiny_federation(), folder=folder, **given, resume=True)
     actual = checkpoint.load(folder / "best")
     assert (actual.round, tree.encode(actual.server)) == (expected.round, tree.encode(expected.server))
     assert read_rounds(folder) == read_rounds(tmp_path / "whole")
+
+
+class Companion:
+    """Writes adapters and answers like a language model, and ends the run the first time it does."""
+
+    def __init__(self, ends_in: str, end: BaseException) -> None:
+        self.ends_in, self.end, self.calls = ends_in, end, list[tuple[str, int]]()
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def answer(self, run: Any) -> list[dict[str, Any]]:
+        self._call("answers", run.round)
+        return [{"round": run.round, "model": "server", "prompt": "p", "answer": "a"}]
+
+    def write(self, run: Any, folder: Path) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._call("adapters", run.round)
+        (folder / "server").write_text("whole")
+        return [folder]
+
+    def _call(self, name: str, round: int) -> None:
+        self.calls.append((name, round))
+        if round == 3 and name == self.ends_in:
+            self.ends_in = ""
+            raise self.end
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), RuntimeError("out of memory"), CheckpointError("full")])
+@pytest.mark.parametrize("ends_in", ["adapters", "answers"])
+def test_an_end_while_adapters_or_answers_are_written_loses_neither_them_nor_a_round(
+    tmp_path: Path, ends_in: str, end: BaseException
+) -> None:
+    companion, folder = Companion(ends_in, end), tmp_path / "run"
+    federation = dataclasses.replace(make_tiny_federation(), companion=companion)
+    given: dict[str, Any] = {"rounds": 3, "adapters": (3,), "representations": 0, "checkpoint_every": 3}
+    with pytest.raises(type(end)):
+        simulate("fedavg", federation, folder=folder, **given)
+    before = files_of(folder)
+    assert checkpoint.load(folder / "checkpoint").round == 3
+    trained: list[RoundRecord] = []
+    simulate("fedavg", federation, folder=folder, resume=True, on_round=trained.append, **given)
+    assert (trained, files_of(folder)) == ([], before)
+    assert (folder / "adapters" / "round-0003" / "server").read_text() == "whole"
+    assert [row["round"] for row in read_answers(folder)] == [0, 3]
+    # what is complete is not generated again
+    assert companion.calls.count(("answers", 3)) == (2 if ends_in == "answers" else 1)
 
 
 def test_files_of_another_run_are_refused(tmp_path: Path) -> None:

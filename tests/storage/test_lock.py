@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -140,6 +143,19 @@ def test_a_folder_is_in_use_as_long_as_its_lock_is_held_whatever_the_clock_shows
         assert actual_status(tmp_path, {"state": "running"}) == {"state": "running"}
     assert not is_in_use(tmp_path)
     assert actual_status(tmp_path, {"state": "running"})["state"] == "stopped"
+
+
+def test_without_locks_of_the_file_system_the_described_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    with exclusive(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        assert is_in_use(tmp_path)
+        (tmp_path / "lock").write_text(json.dumps({**identify_process(os.getpid()), "pid": 2**22 + 1}))
+        assert not is_in_use(tmp_path)
 
 
 def test_a_process_is_known_by_its_number_its_start_and_its_machine() -> None:

@@ -31,6 +31,7 @@ from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
+from ..models.fused_inference import find_bypassed_layer
 from ..models.module_copy import copy_module
 from .lora.lora_layers import merge_lora_
 from .thin_layers import (
@@ -102,7 +103,8 @@ def deploy(
     Raises:
         ConfigError: if the layout is unknown.
         TaskError: if the module does not have a name, or a tensor, its factors or its sparse part differ from the
-            module's tensor in shape or type; or if PyTorch's fused inference would not call a layer of PEFT.
+            module's tensor in shape or type; if the weights have another LoRA scale than the module; or if PyTorch's fused
+            inference would not call a layer that has its own ``forward``, such as a layer of PEFT.
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
@@ -145,16 +147,14 @@ def _take_other_state(module: nn.Module, weights: Weights) -> Weights:
 
 
 def _refuse_bypassed_layers(module: nn.Module) -> None:
-    """Refuse layers of PEFT in ``nn.TransformerEncoderLayer``, which in evaluation reads their base weight."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and any(
-            hasattr(m, "base_layer") for m in layer.modules()
-        ):
-            raise TaskError(
-                f"deploy: layer {name or '(the module itself)'} ({type(layer).__name__}) has layers of PEFT. In evaluation "
-                "PyTorch's fused inference reads their base weights and ignores the factors. Load the state of "
-                "result.personal into the module and merge it with merge_and_unload()"
-            )
+    """Refuse layers in ``nn.TransformerEncoderLayer`` that are called in training but not in evaluation."""
+    if layer := find_bypassed_layer(module):
+        raise TaskError(
+            f"deploy: layer {layer} is of nn.TransformerEncoderLayer and has its own forward. In evaluation PyTorch's fused "
+            "inference reads weights and does not call the layer, so scores would be other than in training. If the layer is one "
+            "of PEFT, load the state of result.personal into the module and merge it with merge_and_unload(). Otherwise call "
+            "layer.register_forward_pre_hook(lambda *_: None); PyTorch then calls all layers"
+        )
 
 
 def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import logging
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..core.errors import FedlowrankError, did_you_mean
 from ..core.io.private_files import private_umask
-from ..core.io.streams import tolerant_streams
+from ..core.io.streams import TolerantStream, tolerant_streams
 from ..core.version import __version__
 
 OVERRIDES = "overrides fields of the file: run.rounds=20 defaults.optimizer.lr=0.05"
@@ -397,7 +398,12 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
-        print(self.format(record), file=sys.stderr, flush=True)
+        _print_error(self.format(record))
+
+
+def _print_error(text: str) -> None:
+    """Print a text on the standard error stream, and nowhere if the process has none."""
+    print(text, file=TolerantStream(sys.stderr), flush=True)
 
 
 @contextlib.contextmanager
@@ -425,13 +431,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success, 1 after a user error, if a damaged run was left out, or if the output could not be written, 130
         after Ctrl-C. A reader that closes the output, such as ``head``, changes nothing.
     """
-    with tolerant_streams() as (output, errors):
-        exit_code = _main(argv)
-        output.flush()
-        if output.error is None or isinstance(output.error, BrokenPipeError):
-            return exit_code
-        print(f"error: cannot write the output: {output.error.strerror}", file=errors)
-        return exit_code or 1
+    with tolerant_streams() as (output, _):
+        try:
+            exit_code, output_code = _main(argv), _check_output(output)
+            return exit_code or output_code
+        except SystemExit as end:
+            # argparse ends --help and --version so
+            if not end.code and _check_output(output):
+                raise SystemExit(1) from None
+            raise
+
+
+def _check_output(output: TolerantStream) -> int:
+    """Return 1 with a message if the output could not be written, else 0; a closed pipe is no error."""
+    output.flush()
+    if output.error is None or isinstance(output.error, BrokenPipeError):
+        return 0
+    _print_error(f"error: cannot write the output: {output.error.strerror}")
+    return 1
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -457,12 +474,12 @@ def _main(argv: Sequence[str] | None) -> int:
     except FedlowrankError as error:
         if args.debug:
             raise
-        print(f"error: {error.for_command}", file=sys.stderr)
+        _print_error(f"error: {error.for_command}")
         return 1
     except KeyboardInterrupt:
         from .terminal import INTERRUPT_HINTS
 
-        print(f"interrupted. {INTERRUPT_HINTS[-1]}", file=sys.stderr)
+        _print_error(f"interrupted. {INTERRUPT_HINTS[-1]}")
         return 130
     finally:
         # an import of the user's own code adds the working folder
@@ -475,8 +492,12 @@ def _advise_options(
     command_parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
 ) -> str:
     """Advise what to type instead of unknown words: a field of the experiment, or an option of this or another command."""
-    fields = [word.lstrip("-") for word in words if "=" in word and "." in word.partition("=")[0]]
-    if fields:
+    fields = [
+        word.lstrip("-")
+        for word in words
+        if word.startswith("-") and "=" in word and "." in word.partition("=")[0]
+    ]
+    if fields and hasattr(args, "overrides"):
         return f" (a field is set without dashes: {fields[0]})"
     position = next((i for i, word in enumerate(words) if word.startswith("--")), None)
     if position is None:
@@ -486,10 +507,12 @@ def _advise_options(
     (commands,) = (a.choices for a in command_parser._actions if isinstance(a, argparse._SubParsersAction))
     options = {name: parser._option_string_actions for name, parser in commands.items()}
     field = _find_field(option.lstrip("-").replace("-", "_")) if hasattr(args, "overrides") else ""
-    nearest_option = did_you_mean(option, options[args.command])
+    # never --force, which replaces runs
+    names = [name.lstrip("-") for name in options[args.command] if name != "--force"]
+    near_names = difflib.get_close_matches(option.lstrip("-"), names, n=1, cutoff=0.75)
     sentences = [f"Did you mean {field}={value}?"] if field else []
-    if not field and nearest_option.startswith("Did"):
-        sentences.append(nearest_option)
+    if not field and near_names:
+        sentences.append(f"Did you mean '--{near_names[0]}'?")
     owners = [
         f"`fedlowrank {name}` takes {full_option}."
         for name, full_options in options.items()
@@ -501,14 +524,15 @@ def _advise_options(
 
 
 def _find_field(name: str) -> str:
-    """Find a field of an experiment by its name alone, in the tables that are often changed; empty if there is none."""
+    """Find the one field of this name in the tables that are often changed; empty if there is none, or if there are several."""
     from ..config.reading.field_help import find_tables
 
-    for path in ("run", "defaults", "defaults.optimizer", "partition"):
+    paths = []
+    for table in ("run", "defaults", "defaults.optimizer", "partition"):
         with contextlib.suppress(FedlowrankError):
-            find_tables(f"{path}.{name}")
-            return f"{path}.{name}"
-    return ""
+            find_tables(f"{table}.{name}")
+            paths.append(f"{table}.{name}")
+    return paths[0] if len(paths) == 1 else ""
 
 
 def _call(function: str, command: str, debug: bool, given_options: object = (), **options: Any) -> int:

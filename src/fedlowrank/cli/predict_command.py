@@ -14,7 +14,7 @@ from ..config.new_rows import NewRows, read_new_rows
 from ..config.stored_run import find_typed_client, open_run
 from ..core.contract import ClientInfo
 from ..core.errors import ConfigError, DataError, did_you_mean
-from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..core.io.compressed_files import write_table
 from ..report.figures.style import write_figure
 from ..rounds.outcome.predictions import confusion, predict_rows, predictions
 from ..rounds.run import Run
@@ -107,9 +107,7 @@ def _predict_rows(run: Run, rows: NewRows, info: ClientInfo | None, series: str 
 
 
 def _write(table: pd.DataFrame, out: Path) -> None:
-    with as_checkpoint_error(f"cannot make {out.parent}"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, table.to_csv(index=False).encode())
+    write_table(out, [table.to_csv(index=False).encode()])
 
 
 def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:

@@ -3,8 +3,8 @@
 An array of unsigned bytes holds pixels: it becomes float32 and is divided by 255. All other numbers become float32
 with their values unchanged, including 16-bit numbers, signed bytes and booleans. Three kinds of bytes are no pixels:
 columns of single numbers in a table or data frame; ids ``[n]`` or ``[n, T]`` that the model looks up, which stay
-whole numbers; and named inputs with fewer than three axes, such as masks of tokens. Other bytes that may be no pixels,
-because they have fewer than three axes or no value above 63, are divided, too, with a warning.
+whole numbers; and named inputs with fewer than three axes, such as masks of tokens. Other bytes without a value above 63,
+which may be no pixels, are divided, too, with a warning.
 
 Named inputs (a dict) follow the same rule, each separately. Booleans and bytes with fewer than three axes stay
 unchanged if the model accepts them.
@@ -28,7 +28,7 @@ _MIN_IMAGE_AXES = 3
 """Number of axes, as in [n, height, width], from which bytes are pixels even if a model looks up whole numbers."""
 
 _MIN_PIXEL = 64
-"""Smallest maximum of images in unsigned bytes that gives no warning."""
+"""Smallest maximum of unsigned bytes that gives no warning."""
 
 
 def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
@@ -123,7 +123,7 @@ class InputTypes:
 
     looks_up_ids: bool = False
     named_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    _scaled: dict[str, tuple[str, int, bool]] = field(default_factory=dict, init=False)
+    _scaled: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
     _unscaled: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict, init=False)
 
     @property
@@ -147,9 +147,9 @@ class InputTypes:
         if inputs.dtype == torch.float32 and x.dtype in WIDE_TYPES:
             warn_of_rounding(x.detach().cpu().numpy(), description)
         if is_image(x) or (not name and x.dtype == torch.uint8 and inputs.dtype == torch.float32):
-            first_description, max_value, _ = self._scaled.get(name, (description, 0, False))
+            first_description, max_value = self._scaled.get(name, (description, 0))
             max_value = max(max_value, int(x.max()) if x.numel() else 0)
-            self._scaled[name] = first_description, max_value, is_image(x)
+            self._scaled[name] = first_description, max_value
         else:
             self._unscaled.setdefault(name, []).append((description, inputs))
         return inputs
@@ -183,7 +183,7 @@ class InputTypes:
             DataError: if some parts are bytes, which were scaled, and others have another scale; or if only some
                 parts hold whole numbers that the model looks up.
         """
-        for name, (scaled_description, *_) in self._scaled.items():
+        for name, (scaled_description, _) in self._scaled.items():
             for description, x in self._unscaled.get(name, []):
                 if x.dtype != torch.float32 or any(
                     bool((rows.amin() < 0) | (rows.amax() > 1)) for _, rows in split_rows(x) if rows.numel()
@@ -209,14 +209,12 @@ class InputTypes:
                     f"the {title} of {next(iter(descriptions.values()))} are whole numbers, which the model looks up, but "
                     f"those of {float_description} are real numbers. Give all of them as whole numbers."
                 )
-        for name, (_, max_value, are_images) in self._scaled.items():
-            if max_value and (max_value < _MIN_PIXEL or not are_images):
+        for name, (_, max_value) in self._scaled.items():
+            if 0 < max_value < _MIN_PIXEL:
                 title = f"inputs {name!r}" if name else "inputs"
-                divisor = max_value if max_value < _MIN_PIXEL else 255
                 return (
-                    f"the {title} are unsigned bytes up to {max_value}, which are divided by 255 as if they were pixels. Give "
-                    f"x.astype('float32') to keep their values, or x.astype('float32') / {divisor} for pixels from 0 to "
-                    f"{divisor}."
+                    f"the {title} are unsigned bytes up to {max_value}, which are divided by 255 as if they were pixels from 0 "
+                    "to 255. If they are not, give them as float32, whose values stay unchanged."
                 )
         return None
 

@@ -69,7 +69,10 @@ class WorkerDiedError(WorkerError):
         else:
             end = f"ended with code {exit_code}"
         super().__init__(f"a worker process{f' that trained {work}' if work else ''} {end}. {advice}")
-        self.exit_code = exit_code
+        self.exit_code, self.work = exit_code, work
+
+    def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[int | None, str]]:
+        return type(self), (self.exit_code, self.work)
 
 
 class DuplexPipe:

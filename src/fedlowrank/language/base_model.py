@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -351,15 +351,18 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...],
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors in a value, also in tuples, lists and dicts such as the outputs of transformers."""
+    """Convert the floating-point tensors in a value, also in tuples, lists, dicts and the outputs of transformers."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)(**{name: _cast_floats(item, dtype) for name, item in value.items()})
-    if isinstance(value, tuple | list):
-        items = [_cast_floats(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    # other objects, such as a cache of keys and values, may be changed in place
+    if isinstance(value, dict) and (type(value) is dict or is_dataclass(value)):
+        items = {name: _cast_floats(item, dtype) for name, item in value.items()}
+        # transformers' ModelOutput is a dataclass and a dict of its fields
+        return items if type(value) is dict else type(value)(**items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast_floats(item, dtype) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_cast_floats(item, dtype) for item in value)
+    # other objects, such as a cache of keys and values, may be changed in place or have constructors of their own
     return value
 
 

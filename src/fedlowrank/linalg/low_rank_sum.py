@@ -199,11 +199,11 @@ def orthogonalize(basis: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         basis: orthonormal columns ``[L, n, R]``, R = 0 allowed.
-        columns: new columns ``[L, n, M]``, R + M ≤ n.
+        columns: new columns ``[L, n, M]``.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis also where the columns depend on it, and C ``[L, R + M, M]``
-        with columns = [basis Q] C.
+        Q ``[L, n, min(M, n - R)]``, orthonormal and orthogonal to the basis also where the columns depend on it, and C
+        ``[L, min(R + M, n), M]`` with columns = [basis Q] C.
     """
     if basis.shape[-1] == 0:
         return _qr(columns)

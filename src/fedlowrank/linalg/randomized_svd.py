@@ -98,7 +98,7 @@ def iterate_lanczos(w: Tensor, rank: int, warm_start: Tensor | None = None) -> T
         (next_block,), (c,) = orthogonalize(p[:m].mT[None], (w.mT @ image)[None])
         if m < GROWTH * checked_size and m + width <= max_size:
             continue
-        checked_size, t = m, c[-width:].to(REAL)
+        checked_size, t = m, c[m:].to(REAL)
         x, s, yt = torch.linalg.svd(r[:m, :m])
         residual = float(torch.linalg.vector_norm(t @ x[block, :rank], dim=0).amax())
         if 2 * m >= max_size and residual > tolerance**HALFWAY_POWER * float(s[0]):

@@ -106,7 +106,7 @@ def describe_named(functions: Mapping[str, Any]) -> dict[str, str]:
         if (
             _own_classes(function)
             if isinstance(function, type)
-            else callable(function) and not _is_installed(module_name)
+            else callable(function) and not is_installed(module_name)
         ):
             descriptions[name] = describe_callable(function)
     return descriptions
@@ -114,7 +114,7 @@ def describe_named(functions: Mapping[str, Any]) -> dict[str, str]:
 
 def _own_classes(cls: type) -> list[type]:
     """List a class and its base classes, without those of installed packages."""
-    return [c for c in cls.__mro__ if not _is_installed(c.__module__)]
+    return [c for c in cls.__mro__ if not is_installed(c.__module__)]
 
 
 def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
@@ -179,7 +179,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module belongs to Python, to this package or to an installed one."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("torch", "fedlowrank"):
@@ -221,7 +221,7 @@ def _describe(value: Any, containers: tuple[Any, ...]) -> str:
 
 def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ()) -> str:
     """Describe a package's function by its name, and a user's function by name and digest with captured variables."""
-    if _is_installed(function.__module__ or ""):
+    if is_installed(function.__module__ or ""):
         return function.__qualname__
     containers = (*containers, function)
     captured_variables: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def _describe_function(function: FunctionType, containers: tuple[Any, ...] = ())
             captured_variables[name] = cell.cell_contents
         except ValueError:
             captured_variables[name] = "not bound"
-    for name in sorted(_global_names(function.__code__)):
+    for name in sorted(global_names(function.__code__)):
         value = function.__globals__.get(name)
         # a layer or a class that is named here is described where it is used
         if not isinstance(value, (ModuleType, type, nn.Module)):
@@ -255,7 +255,7 @@ def _describe_code(classes: Iterable[type]) -> Iterator[str]:
                 yield f"{name} {_describe(value, ())}"
 
 
-def _global_names(code: CodeType) -> set[str]:
+def global_names(code: CodeType) -> set[str]:
     """Find the global variables that a function reads and does not set, including those of its inner functions."""
     read_names, set_names = set(), set()
     for instruction in dis.get_instructions(code):
@@ -265,7 +265,7 @@ def _global_names(code: CodeType) -> set[str]:
             set_names.add(str(instruction.argval))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            read_names |= _global_names(constant)
+            read_names |= global_names(constant)
     return read_names - set_names
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +20,37 @@ _open_blocks = 0
 _former_setting = True
 
 
-def has_bypassed_layers(module: nn.Module) -> bool:
-    """Whether fused inference would bypass a layer whose class is not PyTorch's own, and so may compute something else."""
-    return any(
-        not type(layer).__module__.startswith("torch.nn.modules.")
-        for encoder_layer in module.modules()
-        if isinstance(encoder_layer, nn.TransformerEncoderLayer)
-        for child in encoder_layer.children()
-        for layer in child.modules()
+def find_bypassed_layer(module: nn.Module) -> str | None:
+    """Name the first layer that fused inference would not call though it may compute something else; None without one.
+
+    Fused inference computes what the ``forward`` of PyTorch's own layers and of this package's computes. PyTorch uses it
+    neither where a layer has a forward hook, nor with other activations than ReLU and GELU.
+    """
+    for name, encoder_layer in module.named_modules():
+        if not isinstance(encoder_layer, nn.TransformerEncoderLayer) or not _may_be_fused(encoder_layer):
+            continue
+        # further submodules are parametrizations, of which the weight is read, or the output layer of the attention, which
+        # is not called in training either
+        for child_name, layer in [("", encoder_layer), *encoder_layer.named_children()]:
+            methods = ("forward",) if child_name else ("_sa_block", "_ff_block")
+            if any(
+                method in vars(layer) or not _is_known(getattr(type(layer), method)) for method in methods
+            ):
+                path = ".".join(filter(None, (name, child_name)))
+                return f"{path or '(the module itself)'} ({type(layer).__name__})"
+    return None
+
+
+def _may_be_fused(encoder_layer: nn.TransformerEncoderLayer) -> bool:
+    return (
+        bool(encoder_layer.activation_relu_or_gelu)
+        and getattr(encoder_layer.self_attn, "batch_first", True)
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in encoder_layer.modules())
     )
+
+
+def _is_known(method: Any) -> bool:
+    return str(method.__module__).startswith(("torch.nn.modules.", f"{__package__.partition('.')[0]}."))
 
 
 @contextmanager

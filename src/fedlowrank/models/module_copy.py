@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
-from types import FunctionType
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..core.errors import TaskError
+from .fingerprint import global_names, is_installed
 
 
 def copy_module(module: nn.Module) -> nn.Module:
@@ -18,23 +24,78 @@ def copy_module(module: nn.Module) -> nn.Module:
     each call, or the list of weights of an LSTM.
 
     Raises:
-        TaskError: if a function that was assigned as the ``forward`` of a layer with parameters cannot be copied. It has
-            captured the layer, its parameters or its former ``forward``, and would use them in the copy, too.
+        TaskError: if a ``forward`` that was assigned to a layer has captured a tensor or a module with tensors, such as the
+            layer itself by its former ``forward``. A function is not copied, so the copy would compute with the original
+            tensors.
     """
-    layers = dict(module.named_modules())
-    attributes = [value for layer in layers.values() for value in vars(layer).values()]
-    entries = [entry for value in attributes if isinstance(value, list | tuple) for entry in value]
-    computed_tensors = [t for t in (*attributes, *entries) if isinstance(t, Tensor) and not t.is_leaf]
     # without gradients, because an LSTM computes its list of weights anew when it is copied
-    with torch.no_grad():
-        copied_module = copy.deepcopy(module, {id(t): t.detach().clone() for t in computed_tensors})
+    with torch.no_grad(), _DetachedCopies():
+        copied_module = copy.deepcopy(module)
     for name, layer in copied_module.named_modules():
-        forward = vars(layer).get("forward")
-        is_shared = isinstance(forward, FunctionType) and forward is vars(layers[name]).get("forward")
-        if is_shared and any(True for _ in layer.parameters()):
+        if has_captured_tensors(vars(layer).get("forward")):
             raise TaskError(
                 f"layer {name or '(the module itself)'} ({type(layer).__name__}) has a forward that was assigned to the object "
-                "and is no method of it, so a copy of the layer would compute with the original weights. Define forward in "
-                "a subclass, or assign types.MethodType(function, layer) with a function of the layer and its inputs"
+                "and has captured a tensor or a module, so a copy of the layer would compute with the original weights. Define "
+                "forward in a subclass; or assign types.MethodType(function, layer) with a function that reads weights from the "
+                "layer that it gets, such as lambda layer, x: 2 * nn.Linear.forward(layer, x)"
             )
     return copied_module
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Copies a computed tensor as a detached one, in whatever container or object it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def has_captured_tensors(function: Any) -> bool:
+    """Whether a callable reaches a tensor, or a module with tensors, that ``copy.deepcopy`` of the callable would not copy.
+
+    Functions are not copied, and neither is anything they have captured: free variables, default values and global
+    variables. Parts of a ``functools.partial``, of a bound method and of an object are copied.
+    """
+    pending, visited = [(function, False)], {}
+    while pending:
+        value, is_captured = pending.pop()
+        if (id(value), is_captured) in visited:
+            continue
+        visited[id(value), is_captured] = value
+        if isinstance(value, nn.Module):
+            value = next(chain(value.parameters(), value.buffers()), None)
+        if isinstance(value, Tensor):
+            if is_captured:
+                return True
+        else:
+            is_shared = is_captured or isinstance(value, FunctionType | BuiltinMethodType)
+            pending += [(part, is_shared) for part in _parts(value)]
+    return False
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what a callable or a container computes with."""
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        if not is_installed(value.__module__ or ""):
+            yield from (value.__globals__.get(name) for name in global_names(value.__code__))
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif callable(value) and not isinstance(value, type):
+        yield type(value).__call__
+        yield from getattr(value, "__dict__", {}).values()

@@ -167,7 +167,9 @@ def _refuse_changed_data(
     folder: Path, stored_contents: dict[str, Any], contents: dict[str, Any], data: ClientData
 ) -> None:
     """Refuse data that differ from those in a client's folder: a new split turns old test examples into training ones."""
-    changed_parts = [n for n in ("classes", "format", "columns") if stored_contents.get(n, "") != contents[n]]
+    # a folder that was made by an earlier release has no format
+    compared_parts: list[str] = [n for n in ("classes", "format", "columns") if n in stored_contents]
+    changed_parts = [n for n in compared_parts if stored_contents[n] != contents[n]]
     if stored_contents["data"] != contents["data"]:
         # the digest also covers notes, whose wording may change with the release
         try:

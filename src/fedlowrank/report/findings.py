@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.io.text import format_count, join_words
-from .number_formats import MISSING, format_p, format_signed
+from .number_formats import MISSING, format_signed, state_p
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
 from .statistics.modes import Modes
@@ -114,6 +114,8 @@ def state_headline(families: Sequence[Family]) -> ResultCard:
         )
     if ties:
         claims.append(f"No significant difference from {_list(ties, family)}.")
+    if contradictory := [comparison for comparison in family.comparisons if comparison.is_contradictory]:
+        claims.append(f"Mean and ranks disagree about {_list(contradictory, family)}.")
     claims += [
         f"{_state_better(comparison, family)}." for comparison in family.comparisons if comparison.is_better
     ]
@@ -168,14 +170,18 @@ def _describe_others(
     )
     sentences = []
     if worse_comparisons:
-        adverb = "also " if baseline.is_worse else ""
+        subject = "It is also" if baseline.is_worse else f"{_name(family.ranked[0][0], family)} is"
         is_all = baseline.is_worse and len(worse_comparisons) == len(family.comparisons) - 1 > 1
         names = f"all {len(worse_comparisons)} others" if is_all else _list(worse_comparisons, family)
-        sentences.append(f"It is {adverb}significantly better than {names} (p < {ALPHA:.2g}).")
+        sentences.append(f"{subject} significantly better than {names} (p < {ALPHA:.2g}).")
     if ties:
-        p_text = f"{'p' if len(ties) == 1 else 'smallest p'} = {format_p(min(comparison.p for comparison in ties))}"
+        p_text = f"{'' if len(ties) == 1 else 'smallest '}{state_p(min(comparison.p for comparison in ties))}"
         sentences.append(f"No difference from {_list(ties, family)} can be seen ({p_text}).")
-    sentences += [_describe_one(comparison, family) for comparison in comparisons if comparison.is_better]
+    sentences += [
+        _describe_one(comparison, family)
+        for comparison in comparisons
+        if comparison.is_better or comparison.is_contradictory
+    ]
     return " ".join(sentences)
 
 
@@ -186,9 +192,8 @@ def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
     # Sign that makes the lead of the best positive, or that of the group if it is better on the pairs.
     sign = 1 if measure.is_loss is not comparison.is_better else -1
     mean, low, high = sign * gap.mean, *sorted((sign * gap.low, sign * gap.high))
-    p = format_p(comparison.p)
     interval = "" if math.isnan(low) else f" {measure.format_interval(low, high)}"
-    significance = f"{interval}, p {p if p.startswith('<') else f'= {p}'}"
+    significance = f"{interval}, {state_p(comparison.p)}"
     size = format_signed(measure.format_short(mean))
     if comparison.is_worse:
         text = f"{size} below {name}" if measure.is_loss else f"+{size} points over {name}"
@@ -198,6 +203,10 @@ def _describe_one(comparison: ComparisonWithBest, family: Family) -> str:
         statement = _state_better(comparison, family)
         return f"{statement}: {text}{significance}; the means are over different ones."
     text = f"{size} lower" if measure.is_loss else f"{'+' if mean > 0 else ''}{size} points"
+    if comparison.is_contradictory:
+        favored_name = name if sign * gap.test_sign < 0 else _name(family.ranked[0][0], family)
+        ranks = f"the signed ranks of the clients favor {favored_name} ({state_p(comparison.p)})"
+        return f"Mean and ranks disagree about {name}: the mean difference is {text}{interval}, and {ranks}."
     return f"No difference from {name} can be seen: {text}{significance}."
 
 

@@ -94,6 +94,12 @@ def format_p(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
+def state_p(value: float) -> str:
+    """Write a p-value with its relation, such as ``p = 0.03`` or ``p < 0.001``."""
+    text = format_p(value)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
 def format_signed(text: str) -> str:
     """Write formatted numbers with typographic minus signs, and without the sign of zeros such as ``-0.0``."""
     return re.sub(r"-(?=0(\.0*)?(?![\d.e]))", "", text).replace("-", "−")

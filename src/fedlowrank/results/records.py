@@ -31,9 +31,8 @@ from ..storage.run_files import (
     completed_rounds,
     read_answers,
     read_clients,
-    read_config,
     read_lines,
-    read_run_id,
+    read_run,
     salvage_lines,
 )
 from .client_numbers import ACCURACY, LOSS
@@ -226,7 +225,7 @@ class RunRecord:
         Raises:
             CheckpointError: if the folder or a file in it is missing, damaged, of another format or of another run.
         """
-        config = read_config(folder)
+        config, run_id = read_run(folder)
         if config.get("format") != FORMAT:
             raise CheckpointError(
                 f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
@@ -242,7 +241,7 @@ class RunRecord:
                 f"{folder / RECORDS_FILE} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
             ) from error
-        _check_run(folder, rounds)
+        _check_run(folder, rounds, run_id)
         round_numbers = [record.round for record in rounds]
         if round_numbers != sorted(set(round_numbers)):
             raise CheckpointError(
@@ -357,9 +356,8 @@ def describe_missing(rounds: Sequence[int]) -> str:
     return f"the {label} {spans_text} {'is' if len(rounds) == 1 else 'are'} lost"
 
 
-def _check_run(folder: Path, records: Sequence[RoundRecord]) -> None:
+def _check_run(folder: Path, records: Sequence[RoundRecord], run_id: str | None) -> None:
     """Refuse the records of another run: the first one has the identifier of its run."""
-    run_id = read_run_id(folder)
     first_record = next((r for r in records if r.round == 0 and not r.restored), None)
     if run_id is not None and first_record is not None and first_record.run_id != run_id:
         raise CheckpointError(
@@ -368,12 +366,13 @@ def _check_run(folder: Path, records: Sequence[RoundRecord]) -> None:
         )
 
 
-def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
+def read_records(folder: Path, round: int, run_id: str | None) -> tuple[list[RoundRecord], list[int]]:
     """Read the records of a run up to a checkpoint, as far as possible, and list the rounds whose records are lost.
 
     Args:
         folder: folder of the run.
         round: number of rounds completed at the checkpoint.
+        run_id: identifier of the run, as in its ``run.json``.
 
     Raises:
         CheckpointError: if the file may not be read, or holds the records of another run.
@@ -388,7 +387,7 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
         for line in lines:
             with contextlib.suppress(*RECORD_ERRORS):
                 records.append(RoundRecord.from_line(line))
-    _check_run(folder, records)
+    _check_run(folder, records, run_id)
     records_by_round = {record.round: record for record in records if record.round <= round}
     missing_rounds = [t for t in range(round + 1) if t not in records_by_round]
     if missing_rounds:

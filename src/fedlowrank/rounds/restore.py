@@ -55,7 +55,7 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         )
     run.restore(folder.load(run.new_store()))
     is_damaged = folder.repair_tables(run.round)
-    records, missing_rounds = read_records(folder.path, run.round)
+    records, missing_rounds = read_records(folder.path, run.round, folder.run_id)
     # an unbroken run plans by its first round, even if no client was drawn in it
     first_record = next((r for r in records if r.round == 1 and not r.restored), None)
     planning_record = first_record or next((r for r in records if r.flops), None)

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from ..core.errors import CheckpointError, FedlowrankError, NonFiniteError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
@@ -57,7 +58,9 @@ def run_rounds(
         loop = _Loop(run, folder, records, callbacks, show or _ignore, after_round or _ignore)
         stack.push(loop.end)
         loop.begin()
-        if not records:
+        if records:
+            loop.complete()
+        else:
             loop.add(run.record_initial_models())
         while not run.is_over:
             record = run.step()
@@ -122,30 +125,45 @@ class _Loop:
             self._loggers.end(error_type is None)
 
     def add(self, record: RoundRecord) -> None:
-        """Keep the record of a round, and pass on the last complete record.
+        """Keep the record of a round, write the other files of the round, and pass on the last complete record.
 
-        The record is the last thing that is kept before a checkpoint. A round that is interrupted before is repeated, with
-        the best state, the models and the answers of the round.
+        The record is kept first: :func:`_ending` saves a round that has a record, and :meth:`complete` writes the other
+        files of the round when the run is resumed.
         """
         run, folder, settings = self._run, self._folder, self._run.settings
+        if folder is not None and record.round == 0:
+            record = dataclasses.replace(record, run_id=folder.run_id)
+        self._records.append(record)
         if folder is not None:
-            if record.round == 0:
-                record = dataclasses.replace(record, run_id=folder.run_id)
-            self._save_best([*self._records, record])
+            folder.append(record.to_line())
+            self._save_best(self._records)
             if record.round in settings.adapters:
                 _write_models(run, folder)
             if record.round == 0 or run.is_over:
                 _write_answers(run, folder)
-            folder.append(record.to_line())
-        self._records.append(record)
-        if folder is not None and folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
-            _save(run, folder)
+            if folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
+                _save(run, folder)
         self._show(record)
         self._after_round(record)
         if not run.evaluates_late:
             self.pass_on()
         elif len(self._records) > 1:
             self.pass_on(-2)
+
+    def complete(self) -> None:
+        """Write the files of the last round that are missing because the run ended while they were written."""
+        run, folder, record = self._run, self._folder, self._records[-1]
+        if folder is None:
+            return
+        # with lost records the best round is not known
+        if not record.restored and not folder.has_best(record.round):
+            self._save_best(self._records)
+        if record.round in run.settings.adapters:
+            # written again, because nothing shows whether they are complete
+            _write_models(run, folder)
+        has_answers = any(row["round"] == record.round for row in _list_answers(folder))
+        if (record.round == 0 or run.is_over) and not has_answers:
+            _write_answers(run, folder)
 
     def pass_on(self, index: int = -1) -> None:
         """Call the callbacks with a complete record, end the run if one of them asks for it, and log the record."""
@@ -223,10 +241,15 @@ def _write_answers(run: Run, folder: RunFolder) -> None:
     # over a network the clients' models are elsewhere
     rows = [] if companion is None or run.is_deployed else companion.answer(run)
     if rows:
-        with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
-            earlier_rows = [row for row in read_answers(folder.path) if row["round"] < run.round]
+        earlier_rows = [row for row in _list_answers(folder) if row["round"] < run.round]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier_rows, *rows])
         write_atomically(folder.path / ANSWERS, text.encode())
+
+
+def _list_answers(folder: RunFolder) -> list[dict[str, Any]]:
+    """List the answers in a folder; raises CheckpointError if the file is damaged or cannot be read."""
+    with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
+        return read_answers(folder.path)
 
 
 def _ignore(record: RoundRecord) -> None:
@@ -238,6 +261,14 @@ def _is_best(records: list[RoundRecord]) -> bool:
     return find_best(record.validation() for record in records) == len(records) - 1
 
 
+def _save_finished(run: Run, folder: RunFolder, records: list[RoundRecord]) -> None:
+    """Save the last round, unless it ended before its record was made."""
+    if records and records[-1].round == run.round:
+        # the last record may be incomplete
+        folder.rewrite(r.to_line() for r in records)
+        _save_once(run, folder)
+
+
 @contextlib.contextmanager
 def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> Iterator[None]:
     """Leave a folder that records the end of the rounds and can be resumed, however they end."""
@@ -245,10 +276,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
         yield
     except KeyboardInterrupt:
         if folder is not None:
-            # unless the interrupt came before the record of the last round was kept, no finished round need be lost
-            if records and records[-1].round == run.round:
-                folder.rewrite(r.to_line() for r in records)
-                _save_once(run, folder)
+            _save_finished(run, folder, records)
             folder.status("stopped", run.round, "interrupted")
         raise
     except Exception as error:
@@ -256,9 +284,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             reason = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be at fault; the error itself matters more than writing it down
             with contextlib.suppress(CheckpointError):
-                is_whole = records and records[-1].round == run.round
-                if is_whole and not isinstance(error, CheckpointError):
-                    _save_once(run, folder)
+                _save_finished(run, folder, records)
+            with contextlib.suppress(CheckpointError):
                 folder.status(
                     "diverged" if isinstance(error, NonFiniteError) else "stopped", run.round, reason
                 )

@@ -112,18 +112,20 @@ def is_in_use(folder: Path) -> bool:
     """Whether a process holds the lock of a folder.
 
     The operating system knows it, whatever the clock shows and whatever the file describes. Of a process on another
-    machine only the description is known.
+    machine, and on a file system without locks, only the description is known.
     """
     holder, path = read_holder(folder), folder / LOCK
     if os.name != "posix" or (holder and holder.get("host") != _host()):
         return is_alive(holder)
     import fcntl
 
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:
+        return is_alive(holder)
     return False
 
 

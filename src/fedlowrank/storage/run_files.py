@@ -67,8 +67,11 @@ ANSWERS = "answers.jsonl"
 """Name of the file of language models' answers to fixed prompts."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``run.json`` in a run folder, and return its contents without digests and the identifier of the run.
+def read_run(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Read ``run.json`` in a run folder.
+
+    Returns:
+        The configuration, and the random identifier of the run: None for a run that was made before there were any.
 
     Raises:
         CheckpointError: if the file is missing or damaged, or may not be read.
@@ -82,19 +85,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in ("method", "run", "models", "vary", "reference"):
         if not isinstance(config.get(name), dict | None):
             raise CheckpointError(f"{path} is damaged: {name} must be a table, not {config[name]!r:.40}")
-    for name in (CLIENTS_DIGEST, RUN_ID):
-        config.pop(name, None)
-    return config
+    config.pop(CLIENTS_DIGEST, None)
+    return config, config.pop(RUN_ID, None)
 
 
-def read_run_id(folder: Path) -> str | None:
-    """Read the random identifier of a run in its ``run.json``; None for a run that was made before there were any.
-
-    Raises:
-        CheckpointError: if the file is missing or damaged.
-    """
-    run_id: str | None = read_sealed(folder / CONFIG).get(RUN_ID)
-    return run_id
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration in ``run.json``; see :func:`read_run`."""
+    return read_run(folder)[0]
 
 
 def read_clients(folder: Path) -> list[dict[str, Any]]:

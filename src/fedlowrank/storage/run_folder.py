@@ -39,7 +39,7 @@ from .run_files import (
     encode_line,
     encode_representations,
     read_clients,
-    read_run_id,
+    read_run,
     write_config,
 )
 from .state import State
@@ -83,7 +83,7 @@ class RunFolder:
     @cached_property
     def run_id(self) -> str | None:
         """Random identifier of the run; None for a run that was made before there were any."""
-        return read_run_id(self.path)
+        return read_run(self.path)[1]
 
     def create(self, force: bool) -> None:
         """Make the folder.
@@ -214,6 +214,11 @@ class RunFolder:
         checkpoint.save(
             self.path / "best", state.round, state.stored_server, state.clients, run_id=self.run_id
         )
+
+    def has_best(self, round: int) -> bool:
+        """Whether ``best`` holds the state after a round."""
+        folder = self.path / "best"
+        return checkpoint.exists(folder) and checkpoint.rounds_kept(folder)[-1] == round
 
     def remove_later_best(self, round: int) -> None:
         """Remove the state in ``best`` if it is of a round that will be repeated; move it aside if it is damaged."""

@@ -108,6 +108,16 @@ def test_one_cell_of_text_does_not_make_categories_of_numbers(tmp_path):
     assert data.train.x[3].tolist() == pytest.approx([np.arange(40).mean(), 0.5])
     file.write_text("\n".join(["code,y", *[f"c{n % 5},{'ab'[n % 2]}" for n in range(20)]]))
     assert Csv(str(file), "y").load().train.x.shape == (20, 5)
+    (tmp_path / "c.csv").write_text("\n".join(["code,y", *["1,0", "01,1"] * 10, "10+,0", "2,unknown"]))
+    with pytest.raises(DataError, match=r"data\.categories = \['code'\]"):
+        Csv(str(tmp_path / "c.csv"), "y", classes=("0", "1", "unknown")).load()
+    given = {"classes": ("0", "unknown", "1"), "categories": ("code",)}
+    data = Csv(str(tmp_path / "c.csv"), "y", **given).load()
+    assert data.columns == ("code=01", "code=1", "code=10+", "code=2")
+    assert data.train.x[:2].tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert data.train.y.tolist() == [0, 2] * 10 + [0, 1]
+    with pytest.raises(DataError, match=r"data\.categories names 'cod', .*Did you mean 'code'"):
+        Csv(str(tmp_path / "c.csv"), "y", classes=given["classes"], categories=("cod",)).load()
     # the training part decides for the test part
     train = tmp_path / "train.csv"
     train.write_text("\n".join(["age,dose,y", *rows]))
@@ -131,6 +141,11 @@ def test_a_column_without_a_name_is_no_feature(tmp_path):
     assert Csv(str(tmp_path / "t.csv"), "y", features=("age",)).load().columns == ("age",)
     frame.to_csv(tmp_path / "t.csv", index=False)
     assert Csv(str(tmp_path / "t.csv"), "y").load().columns == ("age",)
+    (tmp_path / "t.csv").write_text("age,y,\n1,a,\n2,b,\n")
+    with pytest.raises(
+        DataError, match=r"the column 3 has no name and only empty cells.*separator at the end"
+    ):
+        Csv(str(tmp_path / "t.csv"), "y").load()
 
 
 def test_semicolons_between_cells(tmp_path):
@@ -341,3 +356,20 @@ def test_parquet_columns_of_lists_and_decimals(tmp_path):
     frame.assign(dose=[[1, 2], [2, 3], [3, 4]]).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(DataError, match="'dose' holds several values in a cell, such as"):
         Csv(str(tmp_path / "a.parquet"), "y").load()
+
+
+@pytest.mark.parametrize("kind", ["string", "category"])
+def test_parquet_columns_of_text_are_categories(tmp_path, kind):
+    pytest.importorskip("pyarrow")
+    codes = ["1"] * 20 + ["V45"]
+    frame = pandas.DataFrame(
+        {"code": pandas.Series(codes, dtype=kind), "ward": [1] * 20 + [2], "y": [0, 1, 2] * 7}
+    )
+    frame.to_parquet(tmp_path / "t.parquet")
+    data = Csv(str(tmp_path / "t.parquet"), "y", categories=("ward",)).load()
+    assert data.columns == ("code=1", "code=V45", "ward=1", "ward=2")
+    assert data.train.x.tolist() == [[1, 0, 1, 0]] * 20 + [[0, 1, 0, 1]]
+    frame["code"] = pandas.Series(["1,5"] * 21, dtype=kind)
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"'code' holds numbers with a decimal comma.*Write them as numbers"):
+        Csv(str(tmp_path / "t.parquet"), "y").load()

@@ -13,6 +13,7 @@ from fedlowrank.data.text.chat.chat_template import ChatTemplate
 from fedlowrank.data.text.text_formats import TEXT_FORMATS, Format, make_conversation, render_instruction
 from fedlowrank.data.text.text_records import Instruction, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
+from tests.support.byte_tokenizers import byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -90,20 +91,33 @@ def test_formats_that_do_not_fit_are_refused(tokenizer: Any) -> None:
         ConfigError, match=r"format 'chat' need a tokenizer with a chat template.* format 'alpaca'"
     ):
         ChatTemplate(tokenizer, "response", "template")
-    for write in (
-        lambda record: render_instruction(record, "alpaca", "row 7"),
-        lambda record: make_conversation(record, "row 7"),
+    with pytest.raises(
+        ConfigError, match=r"row 7 is plain text, .*'chat' needs instructions.*'auto' or 'plain'"
     ):
-        with pytest.raises(
-            ConfigError, match=r"row 7 is plain text, .* needs instructions\. Use format 'none'"
-        ):
-            write(Instruction("", "r"))
+        make_conversation(Instruction("", "r"), "row 7")
     with pytest.raises(ConfigError, match=r"in the format 'alpca'\. Did you mean 'alpaca'\?"):
         render_instruction(Instruction("p", "r"), "alpca")  # type: ignore[arg-type]
     # rows decide what auto is
     with pytest.raises(ConfigError, match=r"in the format 'auto'\. Known: 'alpaca'"):
         render_instruction(Instruction("p", "r"), "auto")
-    mixed = Texts("t", [Instruction("p", "r"), Instruction("", "r")])
     tokenizer.eos_token = tokenizer.pad_token = "[UNK]"
-    with pytest.raises(ConfigError, match=r"training part of 't', record 2 is plain text"):
-        tokenize(mixed, tokenizer, TextSettings("auto"))
+    with pytest.raises(ConfigError, match=r"records of 't' are plain text, and format 'alpaca' .*'none'"):
+        tokenize(Texts("t", [Instruction("", "r")]), tokenizer, TextSettings("alpaca"))
+
+
+@pytest.mark.parametrize("kind", ["auto", "alpaca"])
+def test_plain_text_among_instructions_has_no_prompt(kind: Format) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    end = str(tokenizer.eos_token)
+    records = [Instruction("p", "one"), Instruction("", "two"), Instruction("q", "three")]
+    data = tokenize(Texts("t", records, records[1:2]), tokenizer, TextSettings(kind))
+    assert data.test is not None
+    prompt = render_instruction(records[0], "alpaca")[0]
+    expected = [f"{prompt}one{end}", f"two{end}", prompt.replace("\np\n", "\nq\n") + f"three{end}"]
+    for examples, texts in ((data.train, expected), (data.test, expected[1:2])):
+        x: Any = examples.x
+        rows = zip(x["input_ids"], x["attention_mask"], strict=True)
+        assert [tokenizer.decode(ids[mask == 1]) for ids, mask in rows] == texts
+    notes = "\n".join(data.notes)
+    assert "training part of 't': records without an instruction, written without a prompt: 1 of 3" in notes
+    assert "test part of 't': records without an instruction, written without a prompt: 1 of 1" in notes

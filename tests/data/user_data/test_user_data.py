@@ -567,6 +567,7 @@ def test_other_columns_of_a_data_frame() -> None:
         ({"b": ["1"] * 6 + ["?"] + ["2.5"] * 5}, FRAME, r"\(n\): the column 'b' .*to_numeric"),
         ({"b": ["1", 2, 3, "?"] * 3}, FRAME, r"\(n\): .* but '\?' in row 107 is none\. Correct it and .*to_numeric"),
         ({"Unnamed: 0": range(12)}, FRAME, r"'Unnamed: 0', which has no name .*index=False.*features="),
+        ({}, {**FRAME, "target": ["y"]}, r"client 0 \(n\): the target 'y' holds no numbers.* give target='y'$"),
         ({"b": [np.nan] + [1.0] * 11}, FRAME, r"client 1 \(s\): the column 'b' has 1 empty cell, first in row 100.*dropna"),
         ({"b": [np.inf] + [1.0] * 11}, FRAME, r"client 1 \(s\): the column 'b' holds an infinity, first in row 100"),
         ({"y": [None, *WORDS[1:]]}, FRAME, r"client 1 \(s\): the target 'y' has 1 empty cell, first in row 100"),
@@ -673,14 +674,26 @@ def test_rows_of_a_pair_have_one_index() -> None:
             make([client])
     with pytest.raises(DataError, match=r"have other indices: row 0 .* has 100 and 200"):
         make([(x.set_index(np.arange(100, 112)), y.set_axis(np.arange(200, 212)))])
-    with pytest.raises(DataError, match="client 0: its DataFrame has the column 'Unnamed: 0'"):
-        make([(x.rename(columns={"a": "Unnamed: 0"}), y)])
+    with pytest.raises(
+        DataError, match=r"client 0: its DataFrame has the column 'Unnamed: 1'.*columns=\['Unnamed: 1'\]"
+    ):
+        make([(x.rename(columns={"b": "Unnamed: 1"}), y)])
+    numbers, pairs = np.arange(5, 17), pandas.MultiIndex.from_product([range(3), range(4)])
+    with pytest.raises(DataError, match=r"row 2 \(counted from 0\) has \(0, 2\) and \(0, 3\)"):
+        make([(x.set_index(pairs), y.set_axis(pairs[[0, 1, 3, 2, *range(4, 12)]]))])
     expected = make([(X[order], Y[order])]).clients[0].train
     # rows that are put together, the same order in arrays, and a new index that only numbers the rows
     for pair in (
         (x.iloc[order], y.loc[x.index[order]]),
         (x.iloc[order], Y[order]),
         (pandas.DataFrame(X[order]), y.iloc[order].set_axis(np.arange(100, 112))),
+        (pandas.DataFrame(X[order]), y.iloc[order].set_axis(pairs)),
+        (pandas.DataFrame(X[order], index=pairs), y.iloc[order].set_axis(range(12))),
+        # one index of other types
+        (
+            pandas.DataFrame(X[order], index=numbers.astype("int32")),
+            y.iloc[order].set_axis(pandas.Index(numbers, dtype="Int64")),
+        ),
     ):
         actual = make([pair]).clients[0].train
         assert torch.equal(actual.inputs, expected.inputs)  # type: ignore[arg-type]

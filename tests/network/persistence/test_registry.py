@@ -223,6 +223,8 @@ def test_clients_whose_rows_call_for_another_format_of_prompts_are_told_both() -
     assert (client, actual.registered.keys()) == (2, {0, 1})
     assert "client 2 writes prompts in the format 'alpaca' and the other clients in 'verbatim'" in why
     assert "Set language.format" in why
+    # the folder of a client of an earlier release has no format
+    assert actual.register(from_(103, registration(2), form()), ALL | {103}) == 2
     # auto is none that a client can have found
     for wrong in ("auto", 7):
         with pytest.raises(UnregisteredNodeError, match="holds an unknown format of prompts"):

@@ -98,13 +98,31 @@ def test_the_highest_mean_over_other_seeds_is_not_called_better(make_run):
     )
 
 
-def test_ranks_that_contradict_the_mean_show_no_difference(make_run):
-    """Of 20 clients 18 are better with b, and two much worse: the mean favors a, and the ranks favor b."""
-    gains = [0.01 + 0.001 * k for k in range(18)]
-    runs = runs_of(make_run, a=[[0.5] * 20], b=[[*(0.5 + gain for gain in gains), 0.0, 0.0]])
-    assert stats.wilcoxon([*gains, -0.5, -0.501]).pvalue < 0.05
-    assert rows_of(compare_runs(runs))[1]["not_worse"] == 1
-    assert "No difference from b can be seen" in findings_of(runs)[0]
+@pytest.mark.parametrize("losses", [5, 20])
+def test_ranks_and_a_mean_that_disagree_make_no_method_better(make_run, losses):
+    """Of 100 clients 5 or 20 are much worse with b and the others a little better: the mean favors a, the ranks favor b."""
+    gains = [0.01 + 0.0001 * k for k in range(100 - losses)] + [-0.4 - 0.001 * k for k in range(losses)]
+    draws = np.random.default_rng(7).choice(gains, (20000, 100)).mean(axis=1)
+    # with 20 losses the interval excludes 0, on the other side than the ranks
+    assert (np.quantile(draws, 0.975) < 0) == (losses == 20)
+    assert np.mean(gains) < 0
+    assert stats.wilcoxon(gains, alternative="greater").pvalue < 0.025
+    p = stats.wilcoxon(gains, method="exact").pvalue
+    p_text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+    for rows, sign, lead in ((rounds_of, 1, "points"), (regression_of, -1, "lower")):
+        runs = [
+            make_run("a", rounds=rows([[0.5] * 100])),
+            make_run("b", rounds=rows([[0.5 + sign * gain for gain in gains]])),
+        ]
+        table = compare_runs(runs)
+        assert [row["not_worse"] for row in rows_of(table)] == [1, 1]
+        (said,) = findings_of(runs)
+        assert f"one seed. Mean and ranks disagree about b: the mean difference is {'+' * (sign > 0)}" in said
+        assert f" {lead} [" in said
+        assert f"], and the signed ranks of the clients favor b ({p_text})." in said
+        assert "significantly" not in said
+        assert "No difference" not in said
+        assert state_headline(table.families).claim == "Mean and ranks disagree about b."
 
 
 def test_methods_that_all_diverged_in_part_are_not_ranked_last(make_run):

@@ -34,6 +34,7 @@ from ...models.module_copy import copy_module
 from ...models.standard import LAYERS
 from ...models.stateless import is_within
 from ..adaptable import AdaptableWeight, find_adaptable_weights
+from ..setting_comparison import is_same_setting
 from .rank_limits import warn_lowered_ranks
 
 _CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv3d: functional.conv3d}
@@ -52,8 +53,8 @@ class LoRALayer(nn.Module):
 
     ``torch.fx`` calls such a layer as a whole, like PyTorch's own layers.
 
-    A state dict has the scale under the name ``lora_scale``. A state with another scale is not loaded, because its
-    factors would give another update.
+    A state dict has the scale as the layer's ``_extra_state``, unless the layer's own class has an extra state. A state
+    with another scale is not loaded, because its factors would give another update.
 
     Attributes:
         lora_scaling: scale s of the updates.
@@ -116,9 +117,21 @@ class LoRALayer(nn.Module):
             f"alone: with torch.no_grad(): layer.base_weight({name!r}).copy_(w)"
         )
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}lora_scale"] = torch.tensor(self.lora_scaling)
+    def get_extra_state(self) -> Any:
+        """The scale, a tensor like all other entries of a state dict."""
+        return torch.tensor(self.lora_scaling)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Compare the scale of :meth:`get_extra_state` with the layer's own.
+
+        Raises:
+            TaskError: if it is another one.
+        """
+        if not is_same_setting(state, self.lora_scaling):
+            raise TaskError(
+                f"the state has the LoRA scale {float(state):g}, but the layer has {self.lora_scaling:g}, so its factors would "
+                "give another update. Call add_lora with the alpha, rank and rslora of the model that the state is of"
+            )
 
     def _load_from_state_dict(
         self,
@@ -130,23 +143,15 @@ class LoRALayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # a state without a scale is loaded, such as one of the factors alone
-        name = f"{prefix}lora_scale"
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if name in unexpected_keys:
-            unexpected_keys.remove(name)
-        scaling = state_dict.get(name)
-        if scaling is None:
-            return
-        # a state dict may have been converted to half precision
-        tolerance = max(1e-6, 4 * torch.finfo(scaling.dtype).eps)
-        if not math.isclose(float(scaling), self.lora_scaling, rel_tol=tolerance):
-            error_msgs.append(
-                f"{name} is {float(scaling):g} in the state, but the layer has the scale {self.lora_scaling:g}, so its factors "
-                "would give another update. Call add_lora with the alpha, rank and rslora of the model that the state is of"
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
+        except TaskError as error:
+            raise TaskError(f"layer {prefix[:-1] or '(the module itself)'}: {error}") from error
+        # a state without a scale is loaded, such as one of the factors alone
+        if (name := f"{prefix}_extra_state") in missing_keys:
+            missing_keys.remove(name)
 
     def extra_repr(self) -> str:
         """The layer's own representation, with the rank."""
@@ -298,6 +303,8 @@ def _lora_class(base: Any, weights: tuple[str, ...]) -> type[LoRALayer]:
     module = __name__ if base in LAYERS else base.__module__
     properties = {name: _weight_property(name) for name in weights}
     attributes = {"__module__": module, "lora_class": base, "lora_weights": weights}
+    if base.get_extra_state is not nn.Module.get_extra_state:
+        attributes |= {name: getattr(base, name) for name in ("get_extra_state", "set_extra_state")}
     return type(f"LoRA{base.__name__}", (_product_form(base), base), {**properties, **attributes})
 
 

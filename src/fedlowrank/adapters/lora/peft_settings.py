@@ -32,7 +32,7 @@ REFUSED_SETTINGS = {
 """Settings that must keep their default value, with the reason."""
 
 IGNORED_SETTINGS = ("trainable_token_indices", "inference_mode", "runtime_config")
-"""Settings of an adapter that exists which need no default value: rows of tokens are parameters beside the factors, and the
+"""Settings of an existing adapter which may differ from their defaults: rows of tokens are parameters beside the factors, and the
 others are of the program that made the adapter."""
 
 

@@ -23,6 +23,7 @@ from ...core.key import Key
 from ...core.tree import Params
 from ...models.module_copy import copy_module
 from ...models.stateless import names_of_parameters
+from ..setting_comparison import is_readable, is_same_setting
 from ..substitution import (
     add_forward_hooks,
     get_submodule,
@@ -144,7 +145,8 @@ class Floral(nn.Module):
         )
         tied_names = names_of_parameters(model).values()
         self._tied_names = [names for names in tied_names if len(names) > 1 and names[0] in self._adapted]
-        # the method has no type annotations in torch
+        # neither method has type annotations in torch
+        self.register_load_state_dict_pre_hook(_complete_ties)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_restore_ties)  # type: ignore[no-untyped-call]
         weights = {name: p.detach() for name, p in self._weights().items()}
         reference = weights[next(iter(self._adapted))]
@@ -329,25 +331,29 @@ class Floral(nn.Module):
         return torch.tensor([*self._mixing_settings().values(), *route], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the fixed route of :meth:`get_extra_state`.
+        """Set the fixed route of :meth:`get_extra_state`; a state on the meta device or of integers sets nothing.
 
         Raises:
-            ConfigError: if the state has another number of clusters, or was made with other settings, under which its
+            ConfigError: if the state has another number of entries, or was made with other settings, under which its
                 adaptors give another model.
         """
-        settings, values = self._mixing_settings(), state.tolist()
-        route = values[len(settings) :]
-        if len(route) != self.clusters:
+        if not is_readable(state):
+            return
+        settings = self._mixing_settings()
+        if state.shape != (size := (len(settings) + self.clusters,)):
             raise ConfigError(
-                f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}"
+                f"the state's _extra_state has the shape {[*state.shape]}, but this model with num_clusters={self.clusters} "
+                f"needs {[*size]}: {len(settings)} settings and the route. The state is of a model with another num_clusters, "
+                "or another version of fedlowrank saved it"
             )
-        for (name, own_value), value in zip(settings.items(), values, strict=False):
-            if not math.isclose(value, own_value, rel_tol=1e-6):
+        for (name, own_value), value in zip(settings.items(), state, strict=False):
+            if not is_same_setting(value, own_value):
                 raise ConfigError(
-                    f"the state is of a model with another {name} ({value:g}; this model has {own_value:g}), so its adaptors "
-                    "would give another model here. Make this model with the settings of that one"
+                    f"the state is of a model with another {name} ({float(value):g}; this model has {own_value:g}), so its "
+                    "adaptors would give another model here. Make this model with the settings of that one"
                     + (f"; the constructions are numbered {CONSTRUCTIONS}" if name == "construction" else "")
                 )
+        route = state[len(settings) :].tolist()
         self._route = None if math.isnan(route[0]) else route
 
     def extra_repr(self) -> str:
@@ -446,6 +452,15 @@ def _check_settings(
             f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "
             "plain loop does not have; use 'gradient', or route(shares)"
         )
+
+
+def _complete_ties(model: Floral, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give all names of a tied weight the entry of one of them, if a state that is loaded does not have the others."""
+    for tied_names in model._tied_names:
+        names = [f"{prefix}base.{name}" for name in tied_names]
+        entries = [state[name] for name in names if name in state]
+        for name in names if entries else ():
+            state.setdefault(name, entries[0])
 
 
 def _restore_ties(model: Floral, _: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 
-from ...core.arguments.field_checks import find_numbered
+from ...core.arguments.field_checks import write_numbered
 from ...core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -232,11 +232,11 @@ def _explain(cls: type[Any], depth: int, error: Any, origins: Mapping[str, str])
         if origin != table and not shown_path:
             problem = f"{field_path}: {table} has no such field"
         names = [n for owner in owners for n in _field_names(owner)]
-        if numbered_fields := find_numbered(str(name), value, names):
-            prefix = field_path.removesuffix(str(name))
-            return f"{problem}. Write {', '.join(f'{prefix}{n}={v}' for n, v in numbered_fields.items())}"
+        prefix = field_path.removesuffix(str(name))
+        if numbered_fields := write_numbered(str(name), value, names, prefix):
+            return f"{problem}. Write {numbered_fields}"
         if inner := _find_inner(owners, str(name)):
-            return f"{problem}. Did you mean {field_path.removesuffix(str(name))}{inner}={value}?"
+            return f"{problem}. Did you mean {prefix}{inner}={value}?"
         return f"{problem}. {did_you_mean(str(name), names)}"
     if error_type == "missing":
         return f"{field_path}: this field is needed"

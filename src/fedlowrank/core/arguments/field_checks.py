@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -349,8 +350,8 @@ def _unknown(
 ) -> str:
     """Write the message about an unknown argument: it suggests one with a similar name, or settings that have the argument."""
     mistake = f"{owner} has no argument {name!r}"
-    if numbered_fields := find_numbered(name, value, known_names):
-        return f"{mistake}. Write {', '.join(f'{n}={_show(v)}' for n, v in numbered_fields.items())}"
+    if numbered_fields := write_numbered(name, value, known_names):
+        return f"{mistake}. Write {numbered_fields}"
     if difflib.get_close_matches(name, known_names, n=1, cutoff=0.75):
         return f"{mistake}. {did_you_mean(name, known_names)}"
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if cls is not None else {}
@@ -367,17 +368,21 @@ def _unknown(
     return f"{mistake}. {did_you_mean(name, known_names)}"
 
 
-def find_numbered(name: str, value: Any, known_names: Collection[str]) -> dict[str, Any]:
-    """Find the numbered fields for the items of a list, such as ``beta1`` and ``beta2`` for ``betas``; empty if there are none.
+def write_numbered(name: str, value: Any, known_names: Collection[str], prefix: str = "") -> str:
+    """Write the numbered fields of a list, such as ``beta1=0.9, beta2=0.99`` for ``betas``; empty if there are none.
 
     Args:
         name: unknown name.
-        value: value that the user gave it.
+        value: value that the user gave it; unless it is a list of one item for each field, the values are left open.
         known_names: names of all fields.
+        prefix: text before each name.
     """
-    items = value if isinstance(value, (tuple, list)) else ()
-    fields = {f"{name.removesuffix('s')}{number}": item for number, item in enumerate(items, 1)}
-    return fields if fields.keys() <= set(known_names) else {}
+    stem = re.escape(name.removesuffix("s"))
+    fields = sorted({n for n in known_names if re.fullmatch(rf"{stem}\d+", n)})
+    items = [_show(item) for item in value] if isinstance(value, (tuple, list)) else []
+    if len(items) != len(fields):
+        items = ["..."] * len(fields)
+    return ", ".join(f"{prefix}{field}={item}" for field, item in zip(fields, items, strict=True))
 
 
 def find_argument(cls: type[Any], name: str, value: Any, settings: Any = None) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .. import tree
@@ -98,7 +99,7 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
     """Return the result of ``server_update``.
 
     Raises:
-        TaskError: if the server's state is lost, or tensors in it change from one floating-point type to another.
+        TaskError: if the server's state is lost, or a tensor in it changes to a narrower floating-point type.
         TreeError: if the state is no tree.
     """
     if state is None and before is not None:
@@ -108,15 +109,34 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
         )
     check_tree(method, "server_update", state)
     if [t.dtype for t in tree.tensors(before)] != [t.dtype for t in tree.tensors(state)]:
-        types = {path: t.dtype for path, t in tree.leaves(before) if t.is_floating_point()}
-        for path, t in tree.leaves(state):
-            if t.is_floating_point() and types.get(path, t.dtype) != t.dtype:
-                raise TaskError(
-                    f"{_class_name(method)}.server_update returned {t.dtype} at {path or 'the top'} of the server's state, "
-                    f"which had {types[path]} there. If uploads have another type than the state, convert them in "
-                    f"contribution, such as by .to({types[path]})"
-                )
+        for path, old_type, new_type in _list_narrowed(before, state):
+            raise TaskError(
+                f"{_class_name(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
+                f"which had {old_type} there, with more digits or a wider range. Convert it in server_update, such as by "
+                f".to({old_type}), or begin with {new_type} in server_init"
+            )
     return state
+
+
+def _list_narrowed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+    """List the floating-point tensors that have a type in a second tree that cannot hold the values of the first.
+
+    Compared are tensors at the same place. Lists of different lengths have no such places: they may grow at any end.
+
+    Yields:
+        Path, first type and second type.
+    """
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        if before.is_floating_point() and after.is_floating_point():
+            old, new = torch.finfo(before.dtype), torch.finfo(after.dtype)
+            if new.max < old.max or new.eps > old.eps:
+                yield path, before.dtype, after.dtype
+    elif type(before) is type(after):
+        old_children, new_children = (dict(tree.children(value) or ()) for value in (before, after))
+        if not isinstance(before, list | tuple) or len(before) == len(after):
+            for key, child in old_children.items():
+                if key in new_children:
+                    yield from _list_narrowed(child, new_children[key], tree.join_path(path, key))
 
 
 def check_start(start: Any, path: str = "") -> None:

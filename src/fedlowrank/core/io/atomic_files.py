@@ -18,7 +18,8 @@ J = TypeVar("J", dict[str, Any], list[Any])
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file completely or not at all: temporary file, fsync, rename, fsync of the folder.
 
-    A device or a pipe is written directly.
+    A symbolic link stays, and the file that it names is written. A device, a pipe or an open file of a process, such as
+    ``/dev/stdout``, is written directly.
 
     Args:
         path: path of the file.
@@ -27,14 +28,20 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then unchanged.
     """
-    temporary_path = path.parent / f"{path.name}.part"
     with as_checkpoint_error(f"cannot write {path}"):
         chunks = [data] if isinstance(data, bytes) else data
-        if path.exists() and not path.is_file():
+        path = _follow_links(path)
+        if path.parent in _open_file_folders() and path.name.isdecimal():
+            # a copy of the descriptor has its position, so that output before and after this stays
+            with os.fdopen(os.dup(int(path.name)), "wb") as file:
+                file.writelines(chunks)
+            return
+        if path.is_relative_to("/proc") or (path.exists() and not path.is_file()):
             # a device or a pipe cannot be replaced; a folder raises an error here
             with path.open("wb") as file:
                 file.writelines(chunks)
             return
+        temporary_path = path.parent / f"{path.name}.part"
         try:
             with temporary_path.open("wb") as file:
                 file.writelines(chunks)
@@ -47,6 +54,23 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
             with contextlib.suppress(OSError):
                 temporary_path.unlink(missing_ok=True)
             raise
+
+
+def _follow_links(path: Path) -> Path:
+    """Follow symbolic links up to a file, or up to the entry of an open file in ``/proc``, which is no link to follow."""
+    while True:
+        path = Path(os.path.realpath(path.parent)) / path.name
+        if not path.is_symlink() or path.is_relative_to("/proc"):
+            return path
+        with contextlib.suppress(FileNotFoundError):
+            # raises for links in a circle
+            path.stat()
+        path = path.parent / path.readlink()
+
+
+def _open_file_folders() -> set[Path]:
+    """Folders that have an entry for each open file of this process, by its descriptor."""
+    return {Path(os.path.realpath(folder)) for folder in ("/dev/fd", "/proc/self/fd")}
 
 
 @contextlib.contextmanager

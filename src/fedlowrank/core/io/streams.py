@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 
@@ -30,12 +30,19 @@ class TolerantStream:
             self._attempt(self._write_encodable, text)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts, or drop them."""
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
         """Write what is buffered, or drop it."""
         if self._stream is not None:
             self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # of a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> None:
@@ -58,10 +65,16 @@ class TolerantStream:
 
 @contextlib.contextmanager
 def tolerant_streams() -> Iterator[tuple[TolerantStream, TolerantStream]]:
-    """Replace the standard output and error streams by tolerant ones within the block."""
+    """Replace the standard output and error streams by tolerant ones within the block.
+
+    A stream that the process lacks stays None in ``sys``, because libraries ask for it.
+    """
     streams = sys.stdout, sys.stderr
     tolerant = TolerantStream(sys.stdout), TolerantStream(sys.stderr)
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tolerant)
+    sys.stdout, sys.stderr = (
+        cast("TextIO", None if stream is None else wrapper)
+        for stream, wrapper in zip(streams, tolerant, strict=True)
+    )
     try:
         yield tolerant
     finally:

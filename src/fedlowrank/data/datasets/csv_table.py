@@ -48,7 +48,8 @@ class Csv(CheckedFields):
     """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
 
     Numbers stay unchanged (``data.normalize`` scales them); a text column becomes a 0/1 feature for each of its
-    values. Text in a column of which at least 90 % are numbers is an error.
+    values. Text in a column of which at least 90 % are numbers is an error, unless a Parquet file stores the column as
+    text, ``categories`` names it, or ``classes`` names the values of the label.
 
     Attributes:
         path: path of the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
@@ -71,6 +72,7 @@ class Csv(CheckedFields):
         decimal: decimal separator, a point, or a comma as in "1,5". Parquet files hold numbers and ignore it.
         separator: character between cells, such as ";" if the decimal separator is a comma; by default a tab in
             ``.tsv`` files and a comma in others.
+        categories: columns of features that are read as text, such as codes: 1 and 01 are two values.
     """
 
     path: str
@@ -83,6 +85,7 @@ class Csv(CheckedFields):
     missing: Literal["refuse", "drop", "mean"] = "refuse"
     decimal: Literal[".", ","] = "."
     separator: Literal[",", ";", "\t", "|"] | None = None
+    categories: tuple[str, ...] = ()
 
     def load(self) -> TableDataset:
         """Load the rows as inputs float32 [n, features].
@@ -187,6 +190,11 @@ class Csv(CheckedFields):
             )
         if not self.features and (name := find_unnamed(features)) is not None:
             number = list(map(str, table.columns)).index(name) + 1
+            if table[name].isna().all():
+                raise DataError(
+                    f"{self.path!r}: the column {number} has no name and only empty cells, as after a separator at the end of "
+                    "the rows. Remove it, or list the inputs in data.features."
+                )
             raise DataError(
                 f"{self.path!r}: the column {number} has no name. If it holds the row numbers of DataFrame.to_csv, which can "
                 "reveal the label, write the table with index=False. Otherwise name it, or list the inputs in data.features."
@@ -194,7 +202,8 @@ class Csv(CheckedFields):
         return features
 
     def _read(self, path: str) -> DataFrame:
-        return _read_table(path, self.decimal, self.separator, self.client)
+        text_columns = self.categories if self.client is None else (self.client, *self.categories)
+        return _read_table(path, self.decimal, self.separator, text_columns)
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
         source = f"{table.attrs['path']!r}"
@@ -202,6 +211,10 @@ class Csv(CheckedFields):
             if name is not None and name not in table.columns:
                 hint = did_you_mean(name, map(str, table.columns))
                 raise DataError(f"{source} has no column {name!r}. {hint}")
+        if others := [name for name in self.categories if name not in features]:
+            raise DataError(
+                f"{source}: data.categories names {others[0]!r}, which is no feature. {did_you_mean(others[0], features)}"
+            )
         self._check_cells(table, features, [name for name in (self.label, self.client) if name is not None])
 
     def _check_cells(self, table: DataFrame, features: Sequence[str], required: Sequence[str]) -> None:
@@ -230,7 +243,7 @@ class Csv(CheckedFields):
 
     def _read_cell(self, path: str, name: str, row: int) -> str:
         """Text of a cell that counts as empty; "" for a cell without text."""
-        if ".parquet" in Path(path).suffixes:
+        if _is_parquet(path):
             return ""
         import pandas
 
@@ -257,10 +270,12 @@ class Csv(CheckedFields):
             filled_numbers = numbers if mean is None else [part.fillna(mean) for part in numbers]
             arrays = [part.to_numpy(dtype=np.float32, copy=True)[:, None] for part in filled_numbers]
             return [torch.from_numpy(array) for array in arrays], [name]
-        self._refuse_text_among_numbers(
-            parts,
-            "Correct it, or leave the cell empty and set data.missing. If the values are categories, begin each with a letter",
-        )
+        if name not in self.categories:
+            self._refuse_text_among_numbers(
+                parts,
+                "Correct it, or leave the cell empty and set data.missing. If the values are categories, set data.categories = "
+                f"[{name!r}]",
+            )
         texts = [
             part.astype("object").where(part.notna(), _MISSING_CATEGORY).astype(str).to_numpy()
             for part in parts
@@ -284,7 +299,7 @@ class Csv(CheckedFields):
         """Convert the targets: [n, 1] of a regression, or the numbers of classes [n] with the names of the classes."""
         is_real = any(part.dtype.kind == "f" for part in parts)
         if self.task == "classification" or (self.task == "auto" and not is_real):
-            if self.task == "auto":
+            if self.task == "auto" and not self.classes:
                 advice = "Correct it, or set data.task = 'classification' if the values are classes"
                 self._refuse_text_among_numbers(parts, advice)
             return self._number_classes(parts)
@@ -302,6 +317,8 @@ class Csv(CheckedFields):
 
     def _refuse_text_among_numbers(self, parts: Sequence[Series], advice: str) -> None:
         """Refuse a column of numbers in which a cell is text, or which has another decimal separator.
+
+        In a Parquet file a column of text is text by its type, and only another decimal separator is an error.
 
         Args:
             parts: the column in the training part, which decides whether it holds numbers, and in the test part.
@@ -327,13 +344,13 @@ class Csv(CheckedFields):
             example = next(value for value in values if decimal in value)
             kind = "comma" if decimal == "," else "point"
             setting = f'Set data.decimal = "{decimal}" to read them as numbers.'
-            setting = "Write them as numbers." if self.path.endswith(".parquet") else setting
+            setting = "Write them as numbers." if _is_parquet(self.path) else setting
             invalid_text = f" The value {invalid_cells[0][1]}. {advice}." if invalid_cells else ""
             raise DataError(
                 f"{self.path!r}: the column {name!r} holds numbers with a decimal {kind}, such as {example!r}, which would "
                 f"become categories. {setting}{invalid_text}"
             )
-        if invalid_cells:
+        if invalid_cells and not (_is_parquet(self.path) and not _is_number(parts[0])):
             path, text = invalid_cells[0]
             count = f" (the first of {len(invalid_cells)} such values)" if len(invalid_cells) > 1 else ""
             raise DataError(
@@ -464,11 +481,15 @@ def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
 
+def _is_parquet(path: str) -> bool:
+    return path.removesuffix(".gz").endswith(".parquet")
+
+
 def _choose_separator(path: str, separator: str | None) -> str:
     return separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
 
 
-def _read_table(path: str, decimal: str, separator: str | None, client: str | None) -> DataFrame:
+def _read_table(path: str, decimal: str, separator: str | None, text_columns: Sequence[str]) -> DataFrame:
     # imported here, because it takes as long as many other imports of the package
     import pandas
 
@@ -481,6 +502,7 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
         if extension == "parquet":
             # the index numbers the rows in messages
             table = _convert_decimals(pandas.read_parquet(file).reset_index(drop=True))
+            table = table.astype({name: "string" for name in text_columns if name in table.columns})
         else:
             sep = _choose_separator(file.name, separator)
             with warnings.catch_warnings():
@@ -493,7 +515,7 @@ def _read_table(path: str, decimal: str, separator: str | None, client: str | No
                     decimal=decimal,
                     skipinitialspace=True,
                     index_col=False,
-                    dtype=None if client is None else {client: str},
+                    dtype=dict.fromkeys(text_columns, str),
                 )
     except pandas.errors.ParserWarning as error:
         _refuse_single_column(pandas.read_csv(file, sep=sep, nrows=0), file)

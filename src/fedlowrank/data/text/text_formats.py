@@ -24,7 +24,7 @@ _TEMPLATE_WITHOUT_INPUT = (
 )
 
 
-def render_instruction(record: Instruction, format: Format, location: str = "a record") -> tuple[str, str]:
+def render_instruction(record: Instruction, format: Format) -> tuple[str, str]:
     """Write an instruction as a prompt and a response.
 
     The prompt does not depend on the response, so it is also the prompt for generation. An instruction that the chat
@@ -33,21 +33,20 @@ def render_instruction(record: Instruction, format: Format, location: str = "a r
     Args:
         record: an instruction; without a response the second text is empty.
         format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:`` without a
-            line break; ``plain``: instruction and input, each followed by a line break; ``verbatim``: instruction, input
-            and response with nothing between them; ``none``: no prompt.
-        location: name of the record, for messages.
+            line break, and no prompt for plain text; ``plain``: instruction and input, each followed by a line break;
+            ``verbatim``: instruction, input and response with nothing between them; ``none``: no prompt.
 
     Returns:
         Prompt and response. Their concatenation is the whole text.
 
     Raises:
-        ConfigError: if the format is none of these, or it needs an instruction or input but the record has none.
+        ConfigError: if the format is none of these.
 
     Source:
         Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py,
         ``PROMPT_DICT``.
     """
-    if format == "none":
+    if format == "none" or (format == "alpaca" and is_plain_text(record)):
         return "", record.response
     if format == "verbatim":
         return record.prompt + record.input, record.response
@@ -57,7 +56,6 @@ def render_instruction(record: Instruction, format: Format, location: str = "a r
         raise ConfigError(
             f"an instruction cannot be written as text in the format {format!r}. {did_you_mean(format, TEXT_FORMATS)}"
         )
-    _check_instruction(record, format, location)
     template = _TEMPLATE_WITH_INPUT if record.input else _TEMPLATE_WITHOUT_INPUT
     return template.format(instruction=record.prompt, input=record.input), record.response
 
@@ -70,7 +68,11 @@ def make_conversation(record: Instruction, location: str = "a record") -> Conver
     Raises:
         ConfigError: if the record has neither instruction nor input.
     """
-    _check_instruction(record, "chat", location)
+    if is_plain_text(record):
+        raise ConfigError(
+            f"{location} is plain text, and format 'chat' needs instructions. Drop the record, or set the format to 'auto' or "
+            "'plain', which write it without a prompt."
+        )
     question = "\n\n".join(text for text in (record.prompt, record.input) if text)
     turns = ({"role": "user", "content": question}, {"role": "assistant", "content": record.response})
     return Conversation(turns, (), 1, record.category, record.client, location)
@@ -80,12 +82,23 @@ def choose_format(texts: Texts, format: Format) -> Format:
     """The format in which texts are written: the given one, or for ``auto`` that which their rows call for.
 
     Conversations, also those of preference pairs, are always written by the chat template of the tokenizer.
+
+    Raises:
+        ConfigError: if the format is ``alpaca`` and no record of the training part has an instruction or input.
     """
     if holds_messages(texts):
         return "chat"
-    if format != "auto":
+    if format == "auto" and texts.format is not None:
+        return texts.format
+    if format not in ("auto", "alpaca"):
         return format
-    return texts.format or ("alpaca" if any(map(_has_instruction, texts.train)) else "none")
+    if not all(map(is_plain_text, texts.train)):
+        return "alpaca"
+    if format == "alpaca":
+        raise ConfigError(
+            f"the records of {texts.name!r} are plain text, and format 'alpaca' needs instructions. Use format 'none'."
+        )
+    return "none"
 
 
 def holds_messages(texts: Texts) -> bool:
@@ -96,13 +109,7 @@ def holds_messages(texts: Texts) -> bool:
     )
 
 
-def _has_instruction(record: Record) -> bool:
+def is_plain_text(record: Record) -> bool:
+    """Whether a record has neither instruction nor input."""
     record = record.chosen if isinstance(record, Preference) else record
-    return isinstance(record, Instruction) and bool(record.prompt or record.input)
-
-
-def _check_instruction(record: Instruction, format: Format, location: str) -> None:
-    if not _has_instruction(record):
-        raise ConfigError(
-            f"{location} is plain text, and format {format!r} needs instructions. Use format 'none', or drop the record."
-        )
+    return not (isinstance(record, Instruction) and (record.prompt or record.input))

@@ -21,7 +21,7 @@ from .on_disk.token_file import TokenFile
 from .packing import Sample, pack_sequences
 from .sample_limits import Draft, DropTurns, LengthLimit, Truncate, fit_samples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, split_parts
-from .text_formats import Format, choose_format, make_conversation, render_instruction
+from .text_formats import Format, choose_format, is_plain_text, make_conversation, render_instruction
 from .text_records import Conversation, Instruction, Preference, Record, Texts
 
 
@@ -310,7 +310,7 @@ def _make_drafts(
             "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
             "'all'."
         )
-    return _Drafts(_draft_instructions(description, records, tokenizer, settings), None)
+    return _Drafts(_draft_instructions(description, records, tokenizer, settings, notes), None)
 
 
 def _make_drop_turns(chat: ChatTemplate | None, context: int) -> DropTurns | None:
@@ -356,24 +356,20 @@ def _draft_conversations(
 
 
 def _draft_instructions(
-    description: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings
+    description: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings, notes: list[str]
 ) -> Iterator[Draft]:
-    """Samples of any length of each instruction, tokenized in chunks."""
+    """Samples of any length of each instruction, tokenized in chunks; after the last one come the notes."""
     bos = _find_added_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     iterator = iter(records)
+    plain_count = 0
     for start in range(0, len(records), _CHUNK_RECORDS):
         chunk: list[Instruction] = list(islice(iterator, _CHUNK_RECORDS))
-        locations = [f"{description}, record {i}" for i in range(start + 1, start + 1 + len(chunk))]
-        text_pairs = [
-            render_instruction(record, settings.format, location)
-            for record, location in zip(chunk, locations, strict=True)
-        ]
+        plain_count += sum(map(is_plain_text, chunk))
+        text_pairs = [render_instruction(record, settings.format) for record in chunk]
         prompts = _encode_in_batches(tokenizer, [prompt for prompt, _ in text_pairs])
         responses = _encode_in_batches(tokenizer, [response for _, response in text_pairs])
-        for i, record, location, prompt, response in zip(
-            range(start, start + len(chunk)), chunk, locations, prompts, responses, strict=True
-        ):
+        for i, (record, prompt, response) in enumerate(zip(chunk, prompts, responses, strict=True), start):
             # a text may have both special tokens already
             has_bos, has_eos = [*prompt, *response][:1] == bos, response[-1:] == eos
             prompt_ids = [*([] if has_bos else bos), *prompt]
@@ -387,9 +383,13 @@ def _draft_instructions(
                 Sample(ids, labels, i),
                 len(prompt_ids),
                 len(prompt_ids) + len(response),
-                location,
+                f"{description}, record {i + 1}",
                 record.client,
             )
+    if plain_count and settings.format == "alpaca":
+        notes.append(
+            f"{description}: records without an instruction, written without a prompt: {plain_count} of {len(records)}"
+        )
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:

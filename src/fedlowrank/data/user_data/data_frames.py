@@ -113,9 +113,10 @@ def check_rows(x: Any, y: Any, title: str) -> None:
         return
     inputs = {f"input {n!r}": value for n, value in x.items()} if isinstance(x, Mapping) else {"inputs": x}
     for value in filter(is_frame, inputs.values()):
-        _refuse_unnamed(value.columns, f"{title}: its DataFrame", "leave it out: x.iloc[:, 1:]")
+        _refuse_unnamed(value.columns, f"{title}: its DataFrame", "leave it out: x.drop(columns=[{name!r}])")
     indices = {
-        name: value.index
+        # the values count, and not their types: a MultiIndex has tuples
+        name: value.index.to_flat_index().astype(object)
         for name, value in {**inputs, "targets": y}.items()
         if isinstance(value, pandas.DataFrame | pandas.Series)
     }
@@ -126,14 +127,10 @@ def check_rows(x: Any, y: Any, title: str) -> None:
         numbers_rows = any(pandas.RangeIndex(len(index)).equals(i) for i in (index, first_index))
         if numbers_rows and not (index.isin(first_index).all() and first_index.isin(index).all()):
             continue
-        row, first_value, value = next(
-            (row, repr(a), repr(b))
-            for row, (a, b) in enumerate(zip(first_index, index, strict=True))
-            if repr(a) != repr(b)
-        )
+        row = next(i for i in range(len(index)) if not index[i : i + 1].equals(first_index[i : i + 1]))
         raise DataError(
-            f"{title}: its {first_name} and its {name} have other indices: row {row} (counted from 0) has {first_value} "
-            f"and {value}. Rows are paired by position. Put the rows with one index together: y.loc[x.index]; or, if "
+            f"{title}: its {first_name} and its {name} have other indices: row {row} (counted from 0) has {first_index[row]!r} "
+            f"and {index[row]!r}. Rows are paired by position. Put the rows with one index together: y.loc[x.index]; or, if "
             "the order is right, give arrays: y.to_numpy()"
         )
 
@@ -143,7 +140,8 @@ def _refuse_unnamed(names: Sequence[Any], title: str, advice: str) -> None:
     if (name := find_unnamed(names)) is not None:
         raise DataError(
             f"{title} has the column {name!r}, which has no name in its file. DataFrame.to_csv writes such row numbers without "
-            f"index=False, and as an input they can reveal the label. Read the file with index_col=0, or {advice}"
+            "index=False, and as an input they can reveal the label. Read the file with index_col=0, or "
+            + advice.format(name=name)
         )
 
 
@@ -180,19 +178,33 @@ def _take_pair(frame: DataFrame, target: Any, features: Sequence[Any], prefix: s
             )
     x = frame[[*features]]
     if isinstance(target, list | tuple):
+        for name in targets:
+            if not _holds_numbers(frame[name]):
+                raise DataError(
+                    f"{prefix}the target {name!r} holds no numbers but {frame[name].dtype}, such as "
+                    f"{_find_example(frame[name])!r}. A list of columns is a regression, which needs numbers. For classes give "
+                    f"target={name!r}"
+                )
         return x, convert_frame(frame[[*targets]], prefix).astype(np.float64)
     y = frame[target]
-    if getattr(y.dtype, "numpy_dtype", y.dtype).kind == "f":
+    if _find_kind(y) == "f":
         return x, y.to_numpy(dtype=np.float64)[:, None]
     return x, y
 
 
+def _find_kind(column: Series) -> str:
+    """Numpy kind of the type of a column, also behind pandas' own numeric types, which support empty cells."""
+    return str(getattr(column.dtype, "numpy_dtype", column.dtype).kind)
+
+
+def _holds_numbers(column: Series) -> bool:
+    return _find_kind(column) in "biuf" and str(column.dtype) != "category"
+
+
 def _check_numbers(column: Series, prefix: str) -> str:
     """Check a numeric column and return the numpy kind of its type."""
-    # the numpy type behind pandas' own numeric types, which support empty cells
-    kind = str(getattr(column.dtype, "numpy_dtype", column.dtype).kind)
-    name = column.name
-    if kind not in "biuf" or str(column.dtype) == "category":
+    kind, name = _find_kind(column), column.name
+    if not _holds_numbers(column):
         raise DataError(
             f"{prefix}the column {name!r} holds no numbers but {column.dtype}, such as {_find_example(column)!r}. "
             f"{_advise_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"

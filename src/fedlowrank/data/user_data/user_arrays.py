@@ -39,7 +39,8 @@ MULTI_HOT_WARNING = (
 
 BINARY_WARNING = (
     "the targets [n, 1] are zeros and ones, and are learnt as a regression with the squared error. For a "
-    "classification set loss='bce', or give the number of each class, y[:, 0].long(), and a model with 2 outputs."
+    "classification set loss='bce'; or give a model with 2 outputs, and the number of each class: y[:, 0].long(), or for a "
+    "data frame target='y'. A list of columns, target=['y'], is a regression."
 )
 
 _WHOLE_TARGETS = (

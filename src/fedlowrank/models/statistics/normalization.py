@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...core.errors import SingleValueError, TaskError
 from ...core.tree import Params
 from ..complex_parameters import complex_names, with_complex
-from ..fused_inference import has_bypassed_layers, without_fused_inference
+from ..fused_inference import find_bypassed_layer, without_fused_inference
 from ..placement import PlacedStateless, is_placed
 from ..standard import HOOK_TABLES
 from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots, tied_names
@@ -69,7 +69,7 @@ class FunctionalModule:
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = tied_names(module)
         self._complex = complex_names(module)
-        self._inference = without_fused_inference if has_bypassed_layers(module) else nullcontext
+        self._inference = nullcontext if find_bypassed_layer(module) is None else without_fused_inference
         # the module itself, because its __dict__ would be another object after pickling
         self._skipped = None if skipped_name is None else module.get_submodule(skipped_name)
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots

@@ -173,6 +173,6 @@ def _restore_checkpoint(folder: Path, round: int) -> None:
     run_folder.remove_later_best(round)
     if not is_last:
         # a server may continue the run much later
-        records, _ = read_records(folder, round)
+        records, _ = read_records(folder, round, run_folder.run_id)
         run_folder.rewrite(record.to_line() for record in records)
         run_folder.status("stopped", round, f"it went back to the checkpoint after round {round}")

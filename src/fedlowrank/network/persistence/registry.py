@@ -342,6 +342,9 @@ class ClientRegistry:
         """Describe how a client differs from the required form and base model; None if it does not."""
         if self.form is None:
             return None
+        if "" in (form.prompt_format, self.form.prompt_format):
+            # the folder of a client that was made by an earlier release has no format
+            form = dataclasses.replace(form, prompt_format=self.form.prompt_format)
         nameless_form, expected_form = (
             dataclasses.replace(f, columns=()).describe() for f in (form, self.form)
         )

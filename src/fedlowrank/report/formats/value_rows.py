@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ...core.io.atomic_files import as_checkpoint_error, write_atomically
+from ...core.io.compressed_files import write_table
 from ...results.client_numbers import FRAME_KEYS
 from ...results.frames import ALL, client_frame
 from ...results.records import RunRecord
@@ -38,12 +38,13 @@ def list_values(record: RunRecord) -> pd.DataFrame:
 def write_values(records: Sequence[RunRecord], path: Path) -> None:
     """Write every value of runs as CSV, one run after another, so that only one run is in memory.
 
+    The ending of the name chooses a compression, see :func:`.write_table`.
+
     Raises:
+        ConfigError: if the compression is not supported.
         CheckpointError: if the file cannot be written.
     """
-    with as_checkpoint_error(f"cannot make {path.parent}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, _format_rows(records))
+    write_table(path, _format_rows(records))
 
 
 def _format_rows(records: Sequence[RunRecord]) -> Iterator[bytes]:

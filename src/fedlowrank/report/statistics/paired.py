@@ -38,7 +38,12 @@ class ComparisonWithBest:
     @property
     def is_inconclusive(self) -> bool:
         """Whether the group was tested and has no significant difference from the best."""
-        return self.is_tested and not self._winner
+        return self.p >= ALPHA
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether the ranks differ significantly, and the interval of the mean includes 0 or has the other sign."""
+        return self.p < ALPHA and not self._winner
 
     @property
     def is_tested(self) -> bool:

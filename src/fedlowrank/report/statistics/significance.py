@@ -32,12 +32,17 @@ class Difference(NamedTuple):
     p: float  # two-sided p-value; NaN with fewer than two pairs
     n: int  # number of pairs
     pair_unit: PairUnit  # kind of pairs
+    test_sign: int  # sign of the statistic of the test: of the mean, or of the signed-rank sum W⁺ - W⁻
 
     @property
     def sign(self) -> int:
-        """Side of 0 on which the whole interval lies, or the mean if there is no interval: 1, -1, or 0 for neither."""
+        """Sign of the difference if the interval excludes 0 and the test has the same sign, else 0.
+
+        Without an interval, the mean stands for it.
+        """
         low, high = (self.mean, self.mean) if math.isnan(self.low) else (self.low, self.high)
-        return (low > 0) - (high < 0)
+        interval_sign = (low > 0) - (high < 0)
+        return interval_sign if interval_sign == self.test_sign else 0
 
 
 def compare_over_seeds(differences: ArrayLike) -> Difference:
@@ -54,12 +59,12 @@ def compare_over_seeds(differences: ArrayLike) -> Difference:
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
     if len(x) < 2:
-        return Difference(mean, math.nan, math.nan, math.nan, len(x), "seeds")
+        return Difference(mean, math.nan, math.nan, math.nan, len(x), "seeds", _sign(mean))
     if _is_constant(x):
         return _without_spread(x, "seeds")
     test = stats.ttest_1samp(x, 0.0)
     low, high = test.confidence_interval(CONFIDENCE)
-    return Difference(mean, float(low), float(high), float(test.pvalue), len(x), "seeds")
+    return Difference(mean, float(low), float(high), float(test.pvalue), len(x), "seeds", _sign(mean))
 
 
 def compare_over_clients(differences: ArrayLike) -> Difference:
@@ -72,46 +77,48 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
 
     Returns:
         The comparison. Its interval is a percentile bootstrap of the mean with a generator of its own, so that equal
-        values give equal intervals. The p-value is from Wilcoxon's signed-rank test, see :func:`signed_rank_p`. Equal
+        values give equal intervals. The p-value is from Wilcoxon's signed-rank test, see :func:`compare_signed_ranks`. Equal
         differences are treated as in :func:`compare_over_seeds`.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
     if len(x) < 2:
-        return Difference(mean, math.nan, math.nan, math.nan, len(x), "clients")
+        return Difference(mean, math.nan, math.nan, math.nan, len(x), "clients", _sign(mean))
     if _is_constant(x):
         return _without_spread(x, "clients")
     # rounding must not separate equal differences, such as 0.3 - 0.2 and 0.2 - 0.1
-    p = signed_rank_p(np.round(x / np.abs(x).max(), 10))
+    p, test_sign = compare_signed_ranks(np.round(x / np.abs(x).max(), 10))
     # at most a million values in memory at once, because a federation may have thousands of clients
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
         confidence_level=CONFIDENCE, random_state=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
-    return Difference(mean, float(low), float(high), p, len(x), "clients")
+    return Difference(mean, float(low), float(high), p, len(x), "clients", test_sign)
 
 
-def signed_rank_p(differences: Floats) -> float:
-    """Compute the two-sided p-value of Wilcoxon's signed-rank test.
+def compare_signed_ranks(differences: Floats) -> tuple[float, int]:
+    """Test differences with Wilcoxon's signed-rank test.
 
     Args:
         differences: difference of each pair, ``[pairs]``. Zeros are left out, and equal sizes share the mean of their ranks.
 
     Returns:
-        Up to :data:`EXACT_PAIRS` differences that are not zero, the exact p-value over all choices of their signs; with more,
-        that of the normal approximation. With equal sizes and few pairs the approximation would be too small.
+        The two-sided p-value, and the sign of W⁺ - W⁻. Up to :data:`EXACT_PAIRS` differences that are not zero, the p-value
+        is exact over all choices of their signs; with more, it is that of the normal approximation. With equal sizes and few
+        pairs the approximation would be too small.
     """
     x = differences[differences != 0]
-    if len(x) > EXACT_PAIRS:
-        return float(stats.wilcoxon(x).pvalue)
     # twice the ranks are whole numbers, also if ranks are shared
     ranks = np.rint(2 * stats.rankdata(np.abs(x))).astype(int)
+    sign = _sign(float(np.where(x > 0, ranks, -ranks).sum()))
+    if len(x) > EXACT_PAIRS:
+        return float(stats.wilcoxon(x).pvalue), sign
     probabilities = np.ones(1)  # of each sum of the ranks with a positive sign
     for rank in ranks:
         probabilities = (np.pad(probabilities, (0, rank)) + np.pad(probabilities, (rank, 0))) / 2
     positive = int(ranks[x > 0].sum())
     # the distribution is symmetric
-    return min(1.0, 2.0 * float(probabilities[: min(positive, ranks.sum() - positive) + 1].sum()))
+    return min(1.0, 2.0 * float(probabilities[: min(positive, ranks.sum() - positive) + 1].sum())), sign
 
 
 def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]:
@@ -137,6 +144,10 @@ def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]
     return [float(value) for value in corrected_p]
 
 
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
 def _is_constant(x: Floats) -> bool:
     """Whether all values are equal up to rounding, so that their spread is no estimate."""
     # differences of numbers near 1 or 100 have rounding errors of 1e-16 or 1e-14, even if they are small
@@ -148,5 +159,5 @@ def _without_spread(x: Floats, unit: PairUnit) -> Difference:
     mean, n = float(x.mean()), len(x)
     # with the tolerance of the spread, so that rounding is no difference
     if abs(mean) <= 1e-12:
-        return Difference(mean, mean, mean, 1.0, n, unit)
-    return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, unit)
+        return Difference(mean, mean, mean, 1.0, n, unit, 0)
+    return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, unit, _sign(mean))
