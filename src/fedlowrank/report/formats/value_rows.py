@@ -38,7 +38,7 @@ def list_values(record: RunRecord) -> pd.DataFrame:
 def write_values(records: Sequence[RunRecord], path: Path) -> None:
     """Write every value of runs as CSV, one run after another, so that only one run is in memory.
 
-    The ending of the name chooses a compression, see :func:`.write_table`.
+    The ending of the name chooses a compression, see :func:`fedlowrank.core.io.compressed_files.write_table`.
 
     Raises:
         ConfigError: if the compression is not supported.
