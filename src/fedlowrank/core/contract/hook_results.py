@@ -108,13 +108,16 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
             "state, such as return total"
         )
     check_tree(method, "server_update", state)
-    if [t.dtype for t in tree.tensors(before)] != [t.dtype for t in tree.tensors(state)]:
-        for path, old_type, new_type in _list_narrowed(before, state):
-            raise TaskError(
-                f"{_class_name(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
-                f"which had {old_type} there, with more digits or a wider range. Convert it in server_update, such as by "
-                f".to({old_type}), or begin with {new_type} in server_init"
-            )
+    # the types alone are listed several times faster than with their places
+    if [t.dtype for t in tree.tensors(before)] == [t.dtype for t in tree.tensors(state)]:
+        return state
+    if narrowed_tensor := next(_list_narrowed(before, state), None):
+        path, old_type, new_type = narrowed_tensor
+        raise TaskError(
+            f"{_class_name(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
+            f"which had {old_type} there, with more digits or a wider range. Convert it in server_update, such as by "
+            f".to({old_type}), or begin with {new_type} in server_init"
+        )
     return state
 
 

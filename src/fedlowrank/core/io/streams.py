@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 
@@ -51,7 +52,7 @@ class TolerantStream:
         except OSError as error:
             self.error = self.error or error
             # the buffer is written again at the end of the process, and must not fail there
-            with contextlib.suppress(OSError), open(os.devnull, "wb") as null_file:  # noqa: PTH123
+            with contextlib.suppress(OSError), Path(os.devnull).open("wb") as null_file:
                 os.dup2(null_file.fileno(), self.fileno())
                 self.flush()
 
