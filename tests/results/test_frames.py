@@ -308,3 +308,25 @@ def test_a_seed_beyond_64_bits_is_read_as_it_is(tmp_path: Path) -> None:
         federation = Federation.from_arrays(data, lambda: torch.nn.Linear(3, 2), classes=2, seed=seed)
         simulate("fedavg", federation, rounds=1, folder=tmp_path / str(seed))
     assert set(load_runs(tmp_path)["seed"]) == set(load_rounds(tmp_path)["seed"]) == {2**63, 3}
+
+
+def test_runs_of_one_method_with_different_settings_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(folder: Path) -> list[str]:
+        caplog.clear()
+        load_runs(folder)
+        return [record.getMessage() for record in caplog.records]
+
+    data = [(torch.randn(12, 3), torch.arange(12) % 2) for _ in range(2)]
+    for seed in (0, 1):
+        for lr in (0.1, 1.0):
+            federation = Federation.from_arrays(data, nn.Linear(3, 2), classes=2, seed=seed)
+            every: dict[str, Any] = {"checkpoint_every": 1 + seed}  # changes no result
+            method = FedAvg(optimizer=SGD(lr=lr))
+            simulate(method, federation, rounds=1, folder=tmp_path / f"lr{lr}" / f"s{seed}", **every)
+    (message,) = load(tmp_path)
+    assert message.startswith(
+        "lr0.1/s0 and lr1.0/s0 are runs of one method and differ in method.optimizer.lr:"
+    )
+    assert load(tmp_path / "lr0.1") == []

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import simulate
+from fedlowrank import Clipping, Compression, simulate
 from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.core.contract import ClientInfo, ClientView, ServerView, Task
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.methods import METHODS
+from fedlowrank.methods import METHODS, FedAvg
 from fedlowrank.methods.shared.lora_family import LoRATraining
 
 INPUTS, CLASSES = 6, 3
@@ -157,3 +158,42 @@ def test_a_state_may_be_changed_in_place(method: str) -> None:
         total[name] += result.personal(2)[name]
         torch.testing.assert_close(total[name], sum(copy[name] for copy in copies))
     assert torch.equal(result.predict(0), before)
+
+
+class Counting(FedAvg):
+    """Server and clients count their rounds."""
+
+    title = "Counting"
+
+    def server_init(self, task: Task) -> Any:
+        return {"w": super().server_init(task), "rounds": torch.zeros(())}
+
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
+        return {"rounds": torch.zeros(())}
+
+    def download(self, server: Any, client: ClientInfo) -> Any:
+        return server["w"]
+
+    def local_update(self, state: Any, down: Any, view: ClientView) -> Any:
+        return {"rounds": state["rounds"] + 1}, super().local_update(None, down, view)[1]
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        return {"w": super().server_update(server["w"], total, view), "rounds": server["rounds"] + 1}
+
+
+@pytest.mark.parametrize("statistics", ["local", "averaged"])
+@pytest.mark.parametrize("protected", [False, True])
+def test_states_are_those_of_the_method(statistics: Any, protected: bool) -> None:
+    """Kept optimizers, buffers, residuals and statistics are not in them."""
+    data = [(torch.randn(12, 3), torch.arange(12) % 2) for _ in range(3)]
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    federation = Federation.from_arrays(data, module, classes=2)
+    more: dict[str, Any] = (
+        {"clipping": Clipping(norm=1.0), "compression": Compression("top_k:0.5")} if protected else {}
+    )
+    method = Counting(optimizer=SGD(lr=0.1, momentum=0.9, keep=True), batch_size=4)
+    result = simulate(method, federation, rounds=3, unseen=0.3, statistics=statistics, **more)
+    (unseen,) = result.run.client_sampler.unseen
+    counts = [result.client_state(i) for i in range(3)]
+    assert counts == [{"rounds": 0.0 if i == unseen else 3.0} for i in range(3)]
+    assert (result.server_state["rounds"], set(result.server_state)) == (3, {"w", "rounds"})

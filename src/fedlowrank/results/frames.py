@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -13,9 +14,17 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from ..core.io.text import list_first
 from .client_numbers import ACCURACY, COUNTED_LABELS, FRAME_KEYS, LOSS
 from .measurements import COSTS, Measurements
-from .records import RoundRecord, RunRecord, describe_missing
+from .records import (
+    NOT_SETTINGS,
+    SECTIONS,
+    STORAGE_SETTINGS,
+    RoundRecord,
+    RunRecord,
+    describe_missing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +242,34 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
     for _, record in records:
         if record.missing:
             logger.warning("%s: %s; they have no rows", record.folder, describe_missing(record.missing))
+    _warn_of_differing_settings(records)
     return records
+
+
+def _warn_of_differing_settings(records: Iterable[tuple[str, RunRecord]]) -> None:
+    """Warn of runs of one method and variation with different settings, which a mean by method would mix."""
+    records_by_key: dict[str, dict[str, RunRecord]] = {}
+    for name, record in records:
+        key = json.dumps([record.experiment, record.method, record.vary], sort_keys=True)
+        records_by_key.setdefault(key, {})[name] = record
+    for same in records_by_key.values():
+        sections = [
+            {"method": record.section("method", "fields"), **{n: record.config.get(n) for n in SECTIONS}}
+            for record in same.values()
+        ]
+        settings = pd.json_normalize(sections).drop(
+            columns=[*NOT_SETTINGS, *STORAGE_SETTINGS], errors="ignore"
+        )
+        names = [name for name in settings if settings[name].map(repr).nunique() > 1]
+        if names:
+            # a run that differs from the first one
+            first, *others = same
+            rows = settings.map(repr).to_numpy()
+            last = next(n for n, row in zip(others, rows[1:], strict=True) if (row != rows[0]).any())
+            logger.warning(
+                "%s and %s are runs of one method and differ in %s: group the rows by 'run', too, or a mean mixes their settings",
+                first, last, list_first(names, 3),
+            )  # fmt: skip
 
 
 def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:

@@ -44,6 +44,14 @@ RECORD_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RecursionEr
 NOT_SETTINGS = ("run.seed", "run.target")
 """Names of the settings that may differ between runs of one setting."""
 
+SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "loss", "run")
+"""Sections of ``run.json`` that the methods of an experiment share."""
+
+STORAGE_SETTINGS = (
+    "run.checkpoint_every", "run.keep_checkpoints", "run.keep_best", "run.client_memory", "run.adapters", "run.log",
+)  # fmt: skip
+"""Settings of the storage of a run, which change no result."""
+
 logger = logging.getLogger(__name__)
 
 

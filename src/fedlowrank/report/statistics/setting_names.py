@@ -9,20 +9,12 @@ from hashlib import blake2b
 from typing import Any
 
 from ...core.io.text import on_one_line
-from ...results.records import NOT_SETTINGS, RunRecord
+from ...results.records import NOT_SETTINGS, SECTIONS, STORAGE_SETTINGS, RunRecord
 from ...results.varied_settings import name_varied
 from ...rounds.run_settings import RunSettings
 
-SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "loss", "run")
-"""Sections of ``run.json`` that the methods of an experiment share."""
-
 CODE = "code."
 """Prefix of the settings that hold digests of the user's own code: ``code.module:attribute``."""
-
-STORAGE_SETTINGS = (
-    "run.checkpoint_every", "run.keep_checkpoints", "run.keep_best", "run.client_memory", "run.adapters", "run.log",
-)  # fmt: skip
-"""Settings of the storage of a run, which change no result."""
 
 
 def settings_of(run: RunRecord) -> dict[str, str]:

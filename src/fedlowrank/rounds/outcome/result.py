@@ -12,11 +12,16 @@ from ...adapters.deployment import Layout
 from ...adapters.state_dict import full_state_dict
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import Params
+from ...models.statistics.client_buffers import StateWithBuffers
 from ...results.client_numbers import ACCURACY, LOSS, SPLITS
 from ...results.measurements import Measurements, mean_over_clients
 from ...results.ranking import find_best
 from ...results.records import RoundRecord
+from ...training.kept_optimizers import split_optimizers
+from ...trust.protection import ClientState as ProtectedClientState
+from ...trust.protection import Protected
 from ..run import Run
+from ..setup.averaged_statistics import AveragedStatistics
 from .export import export_model, single_model
 
 if TYPE_CHECKING:
@@ -175,6 +180,31 @@ class Result:
         from ...results.frames import rounds_frame
 
         return rounds_frame(self.rounds)
+
+    @property
+    def server_state(self) -> Any:
+        """The method's state of the server, as its hooks get it.
+
+        The clipping norm and averaged statistics, which the package keeps beside it in ``run.state.server``, are left out.
+        """
+        method, state = self.run.method, self.run.state.server
+        while isinstance(method, (Protected, AveragedStatistics)):
+            method, state = method.inner, state.inner
+        return state
+
+    def client_state(self, client: int | str) -> Any:
+        """Get the method's state of a client, as its hooks get it; a fresh one if the client never trained.
+
+        States of optimizers, changed buffers and the residual of compression, which the package keeps beside it in
+        ``run.state.clients``, are left out.
+
+        Args:
+            client: number or name of the client.
+        """
+        state, _ = split_optimizers(self.run.state_of(self.run.federation.client(client)))
+        if isinstance(state, StateWithBuffers):
+            state = state.state
+        return state.inner if isinstance(state, ProtectedClientState) else state
 
     def predict(self, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
         """Compute scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
