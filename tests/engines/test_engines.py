@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fedlowrank.core import tree
 from fedlowrank.core.contract import (
+    NO_UPDATE,
     AnyMethod,
     Batch,
     ClientInfo,
@@ -28,12 +29,14 @@ from fedlowrank.core.contract import (
     ClientView,
     Method,
     ServerView,
+    Sum,
     Task,
+    Update,
 )
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.learning.batch_losses import cross_entropy
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
-from fedlowrank.core.tree import Params, add, zeros_like
+from fedlowrank.core.tree import Params, add, dot, sub, zeros_like
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES, Sequential
@@ -41,12 +44,14 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
+from fedlowrank.methods.shared.lora_family import LoRATraining
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import CHECKS, check_method, small_federation
 from fedlowrank.training.trainer import LocalTrainer
+from fedlowrank.trust.trust_settings import Clipping
 from tests.methods.setting import KINDS
 from tests.support.client_tables import read_tables
 from tests.support.counting_engine import CountingEngine
@@ -378,6 +383,197 @@ def test_a_broken_method_fails_its_check(method: Plain, check: str, says: str) -
         actual = f"{type(error).__name__}: {error}"
     assert actual is not None
     assert says in actual
+
+
+@dataclass(frozen=True)
+class SendsTheChange(Plain):
+    """Sends the change of the model, which by default is taken for the model."""
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, sub(self.trained(down, view), down)
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return add(server, total)
+
+
+@dataclass(frozen=True)
+class DescribesTheChange(SendsTheChange):
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        return Update(zeros_like(down))
+
+
+@dataclass(frozen=True)
+class SendsMore(Plain):
+    """Sends a number beside the model, so that the upload has not the form of the download."""
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, {"model": self.trained(down, view), "share": torch.tensor(0.5)}
+
+    def server_update(self, server: Params, total: Any, view: ServerView) -> Params:
+        return total["model"]
+
+
+@dataclass(frozen=True)
+class DescribesMore(SendsMore):
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        return Update({"model": down, "share": NO_UPDATE})
+
+
+@dataclass(frozen=True)
+class DescribesAnotherShape(DescribesMore):
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        return Update({"model": {n: p[None] for n, p in down.items()}, "share": NO_UPDATE})
+
+
+@dataclass(frozen=True)
+class DividesByAll(Plain):
+    """Divides the sum by the number of all examples, also those of clients that did not reply."""
+
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Any:
+        return Sum({n: p * client.example_count for n, p in upload.items()})
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        count = sum(client.example_count for client in self.counted(view))
+        return {n: p / count for n, p in total.items()}
+
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.task.clients
+
+
+@dataclass(frozen=True)
+class DividesByReplied(DividesByAll):
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.replied
+
+
+MEMORY: dict[Any, Params] = {}
+
+
+@dataclass(frozen=True)
+class RemembersTheRoundBefore(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        end = MEMORY[view.info.id, view.round] = self.trained(down, view)
+        return state, add(end, sub(MEMORY.get((view.info.id, view.round - 1), end), end), 0.1)
+
+
+@dataclass(frozen=True)
+class InfersFromMemory(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        MEMORY[view.info.id] = self.trained(down, view)
+        return state, MEMORY[view.info.id]
+
+    def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
+        return ClientModel(MEMORY.get(view.info.id, down))
+
+
+@dataclass(frozen=True)
+class DecaysAtTheServer(Plain):
+    decay: float = 0.05
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return add(total, server, -self.decay)
+
+
+@dataclass(frozen=True)
+class NamesItsDecay(DecaysAtTheServer):
+    zero_step_settings: ClassVar[dict[str, float]] = {"decay": 0.0}
+
+
+@dataclass(frozen=True)
+class NormalizesTheChange(DescribesTheChange):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        change = sub(self.trained(down, view), down)
+        norm = dot(change, change).sqrt()
+        return state, {n: 0.1 * t / norm for n, t in change.items()}
+
+
+@dataclass(frozen=True)
+class DividesByTheNorm(NormalizesTheChange):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        change = sub(self.trained(down, view), down)
+        factor = 0.1 / float(dot(change, change).sqrt())
+        return state, {n: factor * t for n, t in change.items()}
+
+
+@dataclass(frozen=True)
+class SendsMeanGradient(DescribesTheChange):
+    """Divides by the learning rate, as option II of SCAFFOLD."""
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        rate = view.steps("local") * self.optimizer.learning_rate(view.round)
+        change = sub(self.trained(down, view), down)
+        return {"count": state["count"], "gradient": {n: -t / rate for n, t in change.items()}}, {
+            "change": change, "gradient": {n: -t / rate for n, t in change.items()},
+        }  # fmt: skip
+
+    def server_update(self, server: Params, total: Any, view: ServerView) -> Params:
+        return add(server, total["change"])
+
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        return Update({"change": zeros_like(down), "gradient": zeros_like(down)})
+
+
+def message_of(method: AnyMethod, check: str) -> str:
+    """What a check says of a method; empty if the method passes."""
+    MEMORY.clear()
+    return CHECKS[NAMES[check]](method) or ""
+
+
+@pytest.mark.parametrize(
+    ("method", "check", "says"),
+    [
+        (
+            SendsTheChange(),
+            "described",
+            "is a change of the model and not the model. Return Update(zeros_like(down))",
+        ),
+        (SendsMore(), "described", "/model/body.0.weight of its update is not 0"),
+        (
+            DescribesAnotherShape(),
+            "described",
+            "does not have the shape of the upload's. Return from describe_update",
+        ),
+        (
+            DividesByAll(),
+            "still",
+            "only if the reply of a client is lost. A mean is over the clients that replied",
+        ),
+        (RemembersTheRoundBefore(), "resume", "Keep what a later round or client_model reads in the state"),
+        (InfersFromMemory(), "resume", "a client infers by another model"),
+        (DecaysAtTheServer(), "still", "such as zero_step_settings"),
+        (NormalizesTheChange(), "still", "its upload holds a NaN or an infinity at /body.0.weight"),
+        (DividesByTheNorm(), "still", "If the method divides by the change of the parameters or by its norm"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, Method) else "",
+)
+def test_a_message_of_the_check_names_the_cause(method: Plain, check: str, says: str) -> None:
+    assert says in message_of(method, check)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        DescribesTheChange(), DescribesMore(), DividesByReplied(), NamesItsDecay(), SendsMeanGradient(),
+        METHODS["fedit"](training=LoRATraining(wire="int8")),
+    ],
+    ids=lambda method: type(method).__name__,
+)  # fmt: skip
+def test_a_sound_method_passes_at_a_learning_rate_of_0(method: AnyMethod) -> None:
+    assert [message_of(method, check) for check in ("still", "described", "resume")] == ["", "", ""]
+
+
+def test_a_described_change_is_clipped_as_the_model_that_it_leads_to() -> None:
+    on = small_federation(False)
+    clipped = {"clipping": Clipping(norm=0.01)}
+    servers = [
+        run_of(method, "sequential", on, **clipped).state.server.inner
+        for method in (Plain(), DescribesTheChange(), SendsTheChange())
+    ]
+    models, described, undescribed = (torch.cat([t.flatten() for t in s.values()]) for s in servers)
+    initial = torch.cat([t.flatten() for t in on.architectures["small"].initial.values()])
+    assert 0 < float((models - initial).norm()) <= 0.0201
+    assert torch.allclose(described, models, atol=1e-6)
+    assert not torch.allclose(undescribed, models, atol=1e-2)
 
 
 def test_a_check_that_raises_is_reported_not_raised() -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
-from ..core.contract import AnyMethod, ClientView, ServerView
+from ..core.contract import AnyMethod, ClientView, Method, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.update import KeepsSumOfUploads
-from ..core.errors import FedlowrankError, TaskError
+from ..core.errors import FedlowrankError, NonFiniteError, TaskError
 from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
@@ -34,10 +34,14 @@ from ..rounds.run_settings import RunSettings
 from ..storage.checkpoint import load, save
 from ..storage.client_store import ClientStore
 from ..storage.state import State
+from ..trust.updates import compute_update, describe_dense_update, read_reference
 from .purity import CalledTwice, ImpureError
 
 _UNUSUAL_SEED = 7_331_904_217
 """Seed that no method is likely to set."""
+
+_STILL_RATE = 1e-15
+"""Learning rate that moves no weight: it is used in place of 0 for a method that divides by it."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +253,36 @@ def _check_vectorized(trajectory: Trajectory) -> str | None:
 
 
 def _check_resume(trajectory: Trajectory) -> str | None:
-    interrupted_run = trajectory.run(2)
+    final_states, interrupted_run = trajectory.states(3), trajectory.run(2)
+    models = tree.decode(_encode_models(interrupted_run))
+    # a new process lacks what a method keeps outside its states; in this one, a run on other data overwrites it
+    other_federation = small_federation(trajectory.method.heterogeneous, seed=1)
+    other_run = trajectory.start(federation=other_federation, participation=1.0)
+    for _ in range(ROUNDS):
+        other_run.step()
     resumed_run = trajectory.start()
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), interrupted_run.round, interrupted_run.state.server, interrupted_run.state.clients)
         resumed_run.restore(load(Path(folder)))
-    resumed_run.step()
-    return _compare_states(trajectory.states(3), _states(resumed_run), trajectory.device)
+    resumed_models = tree.decode(_encode_models(resumed_run))
+    difference = _compare_states(models, resumed_models, trajectory.device)
+    if difference is None:
+        resumed_run.step()
+        difference = _compare_states(final_states, _states(resumed_run), trajectory.device)
+    else:
+        difference = f"a client infers by another model: {difference}"
+    return (
+        None
+        if difference is None
+        else f"{difference}. Keep what a later round or client_model reads in the state of the server or of the client, not "
+        "in a variable of the module or class, which another process does not have"
+    )
+
+
+def _encode_models(run: Run) -> bytes:
+    """Encode the parameters of the models that the clients would use now, by client."""
+    models = {f"client {i.id}": run.personal_params(i) for i in run.federation.infos}
+    return tree.encode(tree.map_leaves(lambda t: t.cpu(), models))
 
 
 def _check_extended(trajectory: Trajectory) -> str | None:
@@ -343,22 +370,118 @@ def _update_server(run: Run, uploads: dict[int, Any]) -> Any:
     return server if total is None else run.method.server_update(server, total, view)
 
 
-def _check_still(trajectory: Trajectory) -> str | None:
-    method = trajectory.method
-    zero_rate_optimizers = {
-        f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
+def _without_training(method: AnyMethod, rate: float) -> AnyMethod:
+    """Return the method at a learning rate that moves no weight, and without penalties that act all the same."""
+    still_optimizers = {
+        f.name: dataclasses.replace(value, lr=rate, weight_decay=0.0, groups={})
         for f in dataclasses.fields(method)
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
     # a penalty acts even at a learning rate of 0; a method names the settings that turn it off for this check
-    zero_rate_method = dataclasses.replace(method, **zero_rate_optimizers, **type(method).zero_step_settings)
-    run = trajectory.start(method=zero_rate_method, participation=1.0)
+    return dataclasses.replace(method, **still_optimizers, **type(method).zero_step_settings)
+
+
+def _check_at_rest(method: AnyMethod, test: Callable[[AnyMethod], str | None]) -> str | None:
+    """Test a method at a learning rate of 0, or at :data:`_STILL_RATE` if the method divides by 0 there."""
+    try:
+        return test(_without_training(method, 0.0))
+    except (NonFiniteError, ZeroDivisionError):
+        # such as option II of SCAFFOLD, (x - y) / (τ η); a run has no round with a learning rate of 0
+        pass
+    try:
+        return test(_without_training(method, _STILL_RATE))
+    except (NonFiniteError, ZeroDivisionError) as error:
+        cause = error.finding if isinstance(error, NonFiniteError) else f"ZeroDivisionError: {error}"
+        return (
+            f"with a learning rate of 0, {cause}{_describe_location(method, error)}. If the method divides by the change of "
+            "the parameters or by its norm, which are 0 here, write what it does in this case"
+        )
+
+
+def _check_still(trajectory: Trajectory) -> str | None:
+    def test(method: AnyMethod) -> str | None:
+        run = trajectory.start(method=method, participation=1.0)
+        if (change := _describe_change(run, {})) is not None:
+            return (
+                f"{change}. If a penalty or weight decay of the method acts without training, name its setting with the "
+                'value that turns it off, such as zero_step_settings = {"penalty": 0.0}; otherwise server_update does not '
+                "average, or the method reads what it kept outside its states"
+            )
+        run = trajectory.start(method=method, participation=1.0)
+        if (change := _describe_change(run, {"0": "lost"})) is not None:
+            return (
+                f"{change}, but only if the reply of a client is lost. A mean is over the clients that replied: use Mean in "
+                "contribution, or view.replied in server_update, and not task.clients"
+            )
+        return None
+
+    return _check_at_rest(trajectory.method, test)
+
+
+def _describe_change(run: Run, lost_replies: dict[str, str]) -> str | None:
+    """Take a round without training, and describe a change of a client's model; None if there is none."""
     initial_models = {i.id: run.personal_params(i) for i in run.federation.infos}
-    run.step()
+    run.step(lost_replies)
     for info in run.federation.infos:
         gap = _first_difference(run.personal_params(info), initial_models[info.id], 1e-5, 1e-6)
         if gap is not None:
             return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
+    return None
+
+
+_DESCRIBE_UPLOAD = (
+    "Return from describe_update an Update with the reference that the upload equals without training, with ZERO_REFERENCE "
+    "for a part that is itself the update, and NO_UPDATE for one that is no update"
+)
+
+
+def _check_described(trajectory: Trajectory) -> str | None:
+    def test(method: AnyMethod) -> str | None:
+        run = trajectory.start(method=method)
+        for client_id, upload in _uploads(run).items():
+            info = run.federation.infos[client_id]
+            down = run.method.download(run.state.server, info)
+            reference = describe_dense_update(run.method, down, info, run.task).reference
+            try:
+                mistake = _describe_update_at_rest(upload, reference, is_default=is_default)
+            except tree.TreeError as error:
+                mistake = f"{error}. {_DESCRIBE_UPLOAD}"
+            except TaskError:
+                # factors that the method itself rounds have no update, and what needs one refuses them
+                continue
+            if mistake is not None:
+                return (
+                    f"client {client_id}: {mistake}. Clipping, compression, privacy and robust rules act on the update that "
+                    "describe_update describes, by default upload - download"
+                )
+        return None
+
+    is_default = type(trajectory.method).describe_update is Method.describe_update
+    return _check_at_rest(trajectory.method, test)
+
+
+def _describe_update_at_rest(upload: Any, reference: Any, *, is_default: bool) -> str | None:
+    """Describe an update that is not 0 although nothing was trained; None if it is 0.
+
+    A part whose reference is 0 may hold anything, such as statistics of the data: it is itself the update. By default this
+    is not so for a part that the download lacks, because its author has described nothing.
+    """
+    base = read_reference(upload, reference)
+    described = compute_update(upload, reference, compared_only=True) if is_default else base
+    for path, update in compute_update(upload, reference).items():
+        tolerance = 1e-6 + 1e-4 * base[path].abs()
+        is_statistic = path in described and not bool(base[path].any())
+        if is_statistic or bool((update.abs() <= tolerance).all()):
+            continue
+        if bool(((update + base[path]).abs() <= tolerance).all()):
+            return (
+                f"with a learning rate of 0, {path} of its upload is 0, so that the upload is a change of the model and not the "
+                "model. Return Update(zeros_like(down)) from describe_update"
+            )
+        return (
+            f"with a learning rate of 0, {path} of its update is not 0, but up to {float(update.abs().max()):.2g}. "
+            f"{_DESCRIBE_UPLOAD}"
+        )
     return None
 
 
@@ -500,11 +623,11 @@ def _check_refuses(trajectory: Trajectory) -> str | None:
 
 _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "every message survives its bytes (wire = sequential, bit for bit)": _check_wire,
-    "a resumed run ends as an unbroken one (bit for bit)": _check_resume,
     "a run of more rounds begins like one of fewer (bit for bit)": _check_extended,
     "clients at once = one by one (to 1e-3)": _check_vectorized,
     "functions are pure and draw from named keys": _check_pure,
     "a learning rate of 0 changes no model": _check_still,
+    "a learning rate of 0 gives an update of 0": _check_described,
     "it learns": _check_learns,
     "a client that never took part can infer": _check_unseen,
     "a lost reply leaves its client as it was": _check_lost,
@@ -513,6 +636,8 @@ _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "the parts of a model add up to it": _check_adds_up,
     "one_model holds: all clients use the server's model": _check_one_model,
     "unequal models are refused where they must be": _check_refuses,
+    # the last one, for it overwrites what a method wrongly keeps outside its states
+    "a resumed run ends as an unbroken one (bit for bit)": _check_resume,
 }
 
 
