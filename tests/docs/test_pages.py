@@ -62,8 +62,11 @@ def test_compare_methods(printed) -> None:
 
 
 def test_bring_your_model(printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accuracy, sent = printed("tutorials/bring-your-model.md")
+    accuracy, steps, sent, taught = printed("tutorials/bring-your-model.md")
     assert 1 / 3 < float(accuracy) <= 1
+    assert 1 / 3 < float(taught) <= 1
+    # two rounds of one batch of 64 examples
+    assert int(steps) == 2
     assert int(sent) == 6 * (32 * 3 + 3)
     (code,) = [text for text in blocks("tutorials/bring-your-model.md", "python") if "def factory" in text]
     (tmp_path / "documented_module.py").write_text(code)

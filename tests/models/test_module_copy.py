@@ -67,6 +67,14 @@ def test_a_forward_that_has_captured_its_layer_is_not_copied(kind: str) -> None:
             function()
 
 
+def test_a_copy_of_a_compiled_module_computes_with_its_own_weights() -> None:
+    model, x = torch.compile(nn.Linear(4, 3), backend="eager"), torch.randn(5, 4)
+    expected = functional.linear(x, model.weight, model.bias)
+    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    assert not deploy(model, zeros)(x).any()
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_other_forwards_that_were_assigned_are_copied() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
     layer, act, forward = model[0], nn.ReLU(), model[0].forward

@@ -30,9 +30,12 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 class Net(nn.Module):
     """A layer that is never used, one with a gradient of zero, and one that is used in every second step."""
 
+    step: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.step = kind, 0
+        self.kind = kind
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.spare, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,8 +79,8 @@ def test_a_parameter_without_a_gradient_is_left_out(name: str, kind: str, settin
             functional.cross_entropy(net(x), y).backward()
             optimizer.step()
         ends.append(dict(net.named_parameters()))
-    for n, p in actual.items():
-        torch.testing.assert_close(p, (ends[0][n] + ends[1][n]).detach() / 2, rtol=1e-4, atol=1e-6)
+    for n in ends[0]:
+        torch.testing.assert_close(actual[n], (ends[0][n] + ends[1][n]).detach() / 2, rtol=1e-4, atol=1e-6)
     if kind == "never":
         assert torch.equal(actual["spare.weight"], start.spare.weight)
 

@@ -133,6 +133,25 @@ class MovingMean(Base):
         return h - self.mean
 
 
+class MeanTeacher(Base):
+    """A moving average of the body in buffers, as the error about a changed frozen parameter advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.body)
+        for name, p in list(self.teacher.named_parameters()):
+            delattr(self.teacher, name)
+            self.teacher.register_buffer(name, p.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for t, p in zip(self.teacher.buffers(), self.body.parameters(), strict=True):
+                    t.lerp_(p, 0.1)
+        scores: Tensor = self.head(torch.tanh(self.body(x)) + torch.tanh(self.teacher(x)))
+        return scores
+
+
 class ReadsGlobal(Base):
     def middle(self, h: Tensor) -> Tensor:
         factor: Callable[[], float] = lambda: sum([SCALE * i for i in (1.0,)])  # noqa: E731
@@ -223,6 +242,7 @@ MODULES: list[type[Base]] = [
     ),
     *(
         MovingMean,
+        MeanTeacher,
         ReadsGlobal,
         ReadsAttributes,
         DataDependent,
@@ -555,7 +575,10 @@ class Normalized(Base):
 
 
 COUPLED: dict[str, Callable[[], Base]] = {
-    **{kind.__name__: kind for kind in (ManifoldMixup, SpectralNorm, ModeCounter, MovingMean, DataDependent)},
+    **{
+        kind.__name__: kind
+        for kind in (ManifoldMixup, SpectralNorm, ModeCounter, MovingMean, MeanTeacher, DataDependent)
+    },
     "Centered": Centered,
     "batch": lambda: Normalized(nn.BatchNorm1d(8)),
     "of batches": lambda: Normalized(nn.BatchNorm1d(8, track_running_stats=False)),

@@ -30,6 +30,7 @@ from ..models.architecture import (
     describe_example,
     looks_up_ids,
 )
+from ..models.hidden_state import refuse_hidden_loss_state, refuse_hidden_state
 from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
 from .input_types import InputTypes, convert_named_input, is_image, is_integer
@@ -156,6 +157,8 @@ class Federation:
         if self.remarks is None:
             if self.companion is None:
                 self._check_lookups()
+                for model in self.architectures.values():
+                    refuse_hidden_state(model)
             object.__setattr__(self, "remarks", remarks)
 
     def __repr__(self) -> str:
@@ -240,10 +243,13 @@ class Federation:
         return list(remarks.values())
 
     def _refuse_trained_loss(self, scores: Tensor, examples: Examples) -> None:
-        """Raise ConfigError if the user's loss computes with trainable parameters, given scores of the first example."""
+        """Raise ConfigError if the user's loss trains parameters or keeps state, given scores of the first example."""
         with torch.enable_grad(), (self.key / "loss").global_generators(scores.device):
             try:
                 losses = self.loss.each(scores.detach(), examples.y[:1].clone())
+                refuse_hidden_loss_state(self.loss, scores.detach(), examples.y[:1], self.key / "loss")
+            except ConfigError:
+                raise
             except Exception:  # noqa: BLE001 - the user's code may need several examples; training reports its errors
                 return
         if losses.requires_grad:

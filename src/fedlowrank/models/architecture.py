@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,7 @@ from .fingerprint import describe_layers, digest_frozen
 from .module_copy import copy_module
 from .packed_weights import count_entries, is_packed
 from .placement import is_placed
-from .standard import HOOK_TABLES, count_hooks, find_other_layer, has_hooks, is_standard
+from .standard import count_hooks, find_other_layer, has_hooks, is_standard, remove_hooks
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics, is_training_pass
 from .statistics.normalization import (
@@ -337,6 +336,11 @@ class Architecture:
         names = [n for n, b in self.module.named_buffers() if id(b) in buffer_ids]
         return {n: (self._current_buffers or self.buffers)[n] for n in names}
 
+    @property
+    def neutral_statistics(self) -> Params:
+        """Get statistics with which batch normalizations change nothing: mean 0 and variance 1."""
+        return self._code.neutral()
+
     def set_buffers(self, values: Params) -> None:
         """Set values of a client's own buffers; a copy without a client (:meth:`with_buffers`) has none."""
         if self._current_buffers is None:
@@ -424,9 +428,9 @@ class Architecture:
             for n, p in self.initial.items()
         }
         with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
+            # without the user's hooks, which count their calls
+            remove_hooks(self.module)
             for name, layer in self.module.named_modules():
-                # without the user's hooks, which count their calls
-                layer.__dict__.update({hooks: OrderedDict() for hooks in HOOK_TABLES})
                 if name:
                     layer.register_forward_hook(record(name))
             scores = self.apply(leaves | self._code.neutral(), x)

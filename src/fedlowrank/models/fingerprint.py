@@ -142,15 +142,21 @@ def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
     return "; ".join(only_before or parts_before), "; ".join(only_after or parts_after)
 
 
+def describe_attributes(layer: nn.Module) -> dict[str, str]:
+    """Describe the attributes of a layer by name, without parameters, buffers, submodules and hooks."""
+    own_classes = _own_classes(type(layer))
+    return {
+        name: _describe(value, ())
+        for name, value in sorted(vars(layer).items())
+        # private attributes of installed classes are derived values or notes of a library
+        if name not in _BASE and (own_classes or not name.startswith("_"))
+    }
+
+
 def _describe_class(layer: nn.Module) -> str:
     cls = type(layer)
     own_classes = _own_classes(cls)
-    options = []
-    for name, value in sorted(vars(layer).items()):
-        # private attributes of installed classes are derived values or notes of a library
-        if name in _BASE or (name.startswith("_") and not own_classes):
-            continue
-        options.append(f"{name}={_describe(value, ())}")
+    options = (f"{name}={value}" for name, value in describe_attributes(layer).items())
     text = f"{cls.__name__}({', '.join(options)})"
     return f"{text}; code {_digest(_describe_code(own_classes))}" if own_classes else text
 

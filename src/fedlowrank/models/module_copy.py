@@ -32,7 +32,7 @@ def copy_module(module: nn.Module) -> nn.Module:
     with torch.no_grad(), _DetachedCopies():
         copied_module = copy.deepcopy(module)
     for name, layer in copied_module.named_modules():
-        if has_captured_tensors(vars(layer).get("forward")):
+        if not is_compiled(layer) and has_captured_tensors(vars(layer).get("forward")):
             raise TaskError(
                 f"layer {name or '(the module itself)'} ({type(layer).__name__}) has a forward that was assigned to the object "
                 "and has captured a tensor or a module, so a copy of the layer would compute with the original weights. Define "
@@ -49,6 +49,12 @@ class _DetachedCopies(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether a layer is the result of ``torch.compile(module)``; a copy of it compiles the copied module."""
+    # importing its class takes seconds
+    return type(layer).__name__ == "OptimizedModule" and "_orig_mod" in layer._modules
 
 
 def has_captured_tensors(function: Any) -> bool:

@@ -9,6 +9,8 @@ after another.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
@@ -102,6 +104,21 @@ def count_hooks(module: nn.Module) -> int:
     """Count the forward and backward hooks that are registered on layers, and on all modules."""
     global_count = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOK_TABLES)
     return global_count + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOK_TABLES)
+
+
+def is_of_libraries(module: nn.Module) -> bool:
+    """Whether all layers are of PyTorch, of :data:`LIBRARY_MODULES` or of this package, and none has a forward of its own."""
+    prefixes = ("torch.", "fedlowrank.", *LIBRARY_MODULES)
+    return all(
+        type(layer).__module__.startswith(prefixes) and "forward" not in layer.__dict__
+        for layer in module.modules()
+    )
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Remove all forward and backward hooks from the layers of a module; the tables of hooks themselves stay unchanged."""
+    for layer in module.modules():
+        layer.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:

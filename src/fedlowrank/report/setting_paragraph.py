@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.io.text import format_count, on_one_line
+from ..results.records import SECTIONS
 from .number_formats import format_percent
 from .statistics.groups import RunGroup
 from .statistics.low_rank import format_ranks
-from .statistics.setting_names import SECTIONS, value_text
+from .statistics.setting_names import value_text
 from .trust import describe_trust
 
 _SAMPLING = {

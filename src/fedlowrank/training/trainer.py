@@ -22,6 +22,7 @@ from ..core.io.text import format_count
 from ..core.key import Key
 from ..models.architecture import Architecture
 from ..models.coupling import mixes_examples
+from ..models.hidden_state import record_frozen_versions, refuse_changed_parameters
 from ..models.statistics.local_statistics import infer_by, train_by_batches
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
@@ -251,7 +252,12 @@ class LocalTrainer:
 
     @contextlib.contextmanager
     def _in_training(self, key: Key) -> Iterator[None]:
-        """Put all models in training mode, and let user code draw from generators seeded by ``key``."""
+        """Put all models in training mode, and let user code draw from generators seeded by ``key``.
+
+        Raises:
+            TaskError: if a model's forward has changed a frozen parameter, which all clients share.
+        """
+        versions = [record_frozen_versions(model) for model in self.models]
         with key.global_generators(self.data.examples.y.device):
             for model in self.models:
                 model.set_training(True)
@@ -260,6 +266,8 @@ class LocalTrainer:
             finally:
                 for model in self.models:
                     model.set_training(False)
+        for model, model_versions in zip(self.models, versions, strict=True):
+            refuse_changed_parameters(model, model_versions, self.owner)
 
     @property
     def owner(self) -> str:

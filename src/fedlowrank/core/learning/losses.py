@@ -197,6 +197,7 @@ class Loss(CheckedFields):
 
         Raises:
             LossError: if a function of the user returns anything but a tensor ``[b]``.
+            ConfigError: if a module of the user changes its buffers or parameters.
         """
         if self.is_custom:
             return self._own(scores, y)
@@ -297,6 +298,7 @@ class Loss(CheckedFields):
     def _own(self, scores: Tensor, y: Tensor) -> Tensor:
         if self.function is None:
             raise AssertionError(f"the function {self.kind} is not imported")
+        versions = _record_versions(self.function)
         try:
             losses: Any = self.function(scores, y)
         except IndexError as error:
@@ -305,6 +307,12 @@ class Loss(CheckedFields):
                 "it counts classes from 0, number the labels so."
             )
             raise
+        if changed_tensor := _find_changed_tensor(self.function, versions):
+            raise ConfigError(
+                f"the loss {self.kind} changes its {changed_tensor} when it is called. All clients and all evaluations call one "
+                "loss, so the change would go from one to the next, and a resumed run would lose it. Compute it in the model's "
+                "forward and keep it in a buffer of the model (register_buffer), of which each client has its own"
+            )
         if not isinstance(losses, Tensor):
             raise LossError(
                 f"the loss {self.kind} gave a {type(losses).__name__}; it must give a tensor [examples]"
@@ -319,6 +327,27 @@ class Loss(CheckedFields):
                 f"for each example, [{len(y)}].{advice}"
             )
         return losses
+
+
+def _record_versions(function: Any) -> dict[str, tuple[Tensor, int]]:
+    """Record each parameter and buffer of a module, and how often it was changed in place; other functions have none."""
+    if not isinstance(function, torch.nn.Module):
+        return {}
+    tensors = (
+        *((f"parameter {n!r}", p) for n, p in function.named_parameters()),
+        *((f"buffer {n!r}", b) for n, b in function.named_buffers()),
+    )
+    # inference tensors have no version
+    return {n: (t, 0 if t.is_inference() else t._version) for n, t in tensors}
+
+
+def _find_changed_tensor(function: Any, versions: Mapping[str, tuple[Tensor, int]]) -> str | None:
+    """Find the first parameter or buffer of a module that was changed or replaced since its versions were recorded."""
+    for name, (t, version) in _record_versions(function).items():
+        former_tensor, former_version = versions.get(name, (None, 0))
+        if former_tensor is not t or former_version != version:
+            return name
+    return None
 
 
 AUTO = Loss()

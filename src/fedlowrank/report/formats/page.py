@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ...core.errors import ConfigError
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
 from ...core.io.text import format_count, on_one_line
-from ...results.records import RunRecord
+from ...results.records import SECTIONS, RunRecord
 from ..figures.gallery import draw_all, method_styles
 from ..figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from ..findings import state_headline
@@ -23,7 +23,7 @@ from ..run_comparison import Comparison, compare_experiments, to_csv
 from ..setting_paragraph import describe_setting
 from ..statistics.experiments import read_experiments
 from ..statistics.groups import RunGroup
-from ..statistics.setting_names import SECTIONS, value_text
+from ..statistics.setting_names import value_text
 from .markdown import comparison_markdown
 
 MAX_TITLES = 3  # maximum number of experiments that the title of a page names
