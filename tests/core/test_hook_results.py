@@ -1,4 +1,4 @@
-"""What a method's hooks return and what its functions take is checked where it is used."""
+"""What a method's hooks and functions return and take is checked where it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedlowrank import (
 from fedlowrank.core.errors import FedlowrankError
 
 X = torch.linspace(-1, 1, 60).reshape(12, 5)
-FEDERATION = Federation.from_arrays([(X, torch.arange(12) % 2)] * 2, torch.nn.Linear(5, 2), val=0, test=0)
+FEDERATION = Federation.from_arrays([(X, torch.arange(12) % 2)] * 2, torch.nn.Linear(5, 2), val=0)
 
 
 class Plain(Method[Any, Any, Any, Any]):
@@ -86,6 +86,98 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "an array in a download": ("download", lambda s, a, c: {"c": np.zeros(2), **a}, "My.download: a ndarray at /c "),
     "an array in the total": ("server_update", lambda s, a, t, v: {"c": np.zeros(2), **t}, "My.server_update: a ndarray at /c "),
     "an array in a mean": ("contribution", lambda s, a, u, c: {"w": Mean(np.zeros(2), 1.0)}, "a ndarray at /w cannot be"),
+    "no participants": ("participants", lambda s, m, a: None,
+                        "My.participants must return a list of client identifiers; it returned None"),
+    "names of participants": ("participants", lambda s, m, a: ["0"], "a list of client identifiers, which are whole numbers"),
+    "a share of a participant": ("participants", lambda s, m, a: [0.5], "'float' object cannot be interpreted as an integer"),
+    "a participant twice": ("participants", lambda s, m, a: [1, 0, 1], "My.participants returned the client 1 more than once"),
+    "the last participant": ("participants", lambda s, m, a: [-1], "participants returned the client -1, which is not available"),
+    "no such participant": ("participants", lambda s, m, a: [0, 99], "returned the client 99, which is not available"),
+    "a part of a model": (
+        "client_model", lambda s, c, d, v: ClientModel({"weight": d["weight"]}),
+        "My.client_model: params lacks 'bias' of model 'model', and would be evaluated with initial values there. If the "
+        "client's state holds what is missing, write ClientModel({**down, **state})",
+    ),
+    "a part of a model in a series": (
+        "client_model", lambda s, c, d, v: ClientModel(d, {"own": d, "part": {"bias": d["bias"]}}),
+        "My.client_model: series 'part' lacks 'weight'",
+    ),
+    "a function that computes a part": (
+        "client_model", lambda s, c, d, v: ClientModel(lambda: {"bias": d["bias"]}), "My.client_model: params lacks 'weight'"
+    ),
+    "a misspelt parameter": (
+        "client_model", lambda s, c, d, v: ClientModel({"weight": d["weight"], "bais": d["bias"]}),
+        "params lacks 'bias' of model 'model' (and has 'bais', which the model has not)",
+    ),
+    "a further parameter": (
+        "client_model", lambda s, c, d, v: ClientModel({**d, "x": d["bias"]}),
+        "params has 'x', which model 'model' has not. Its parameters are 'weight', 'bias'",
+    ),
+    "a parameter of one number": (
+        "client_model", lambda s, c, d, v: ClientModel({**d, "bias": d["bias"][:1]}),
+        "params has 'bias' with shape [1], and in model 'model' it has shape [2]",
+    ),
+    "a model in a download": (
+        "client_model", lambda s, c, d, v: ClientModel({"w": d, "c": d}),
+        "params must be a dict of parameters by name; at 'w' it holds a dict of a Tensor. Write ClientModel(down['w'])",
+    ),
+    "a number for a parameter": (
+        "client_model", lambda s, c, d, v: ClientModel({**d, "bias": 0.0}),
+        "at 'bias' it holds a float. The parameters of model 'model' are 'weight', 'bias'",
+    ),
+    "a function without parameters": (
+        "client_model", lambda s, c, d, v: ClientModel(lambda: None), "params must be a dict of parameters by name; it is None"
+    ),
+    "a part of the server's state": (
+        "server_update", lambda s, a, t, v: {"weight": t["weight"]},
+        "My.client_model: params lacks 'bias' of model 'model', and would be evaluated with initial values there. If the "
+        "client's state holds what is missing, write ClientModel({**down, **state}). Without a client_model of its own a client "
+        "uses what download returns, by default the server's state. See what server_init and server_update return",
+    ),
+    "a part of the server's model": (
+        "server_model", lambda s, a, c, v: {"weight": a["weight"]},
+        "My.server_model: its result lacks 'bias' of model 'model', and would be evaluated with initial values there. If the "
+        "client's state holds what is missing, write return {**server, **state}. See",
+    ),
+    "a model in the server's model": ("server_model", lambda s, a, c, v: {"w": a}, "Write return server['w']"),
+    "scores in NumPy": (
+        "client_model", lambda s, c, d, v: ClientModel(d, {"own": lambda x: v.model.apply(d, x).numpy()}),
+        "My.client_model: series 'own': its function returned a ndarray. It must return a tensor of scores, [b, classes]",
+    ),
+    "classes for scores": (
+        "client_model", lambda s, c, d, v: ClientModel(d, {"own": lambda x: v.model.apply(d, x).argmax(1)}),
+        "My.client_model: series 'own': its function makes [1] of one example, but there are 2 classes; it must make [1, 2]",
+    ),
+    "too few scores": (
+        "client_model", lambda s, c, d, v: ClientModel(d, {"own": lambda x: v.model.apply(d, x)[:, :1]}),
+        "its function makes [1, 1] of one example, but there are 2 classes",
+    ),
+    "scores of a part of the examples": (
+        "client_model", lambda s, c, d, v: ClientModel(d, {"own": lambda x: v.model.apply(d, x)[:-1]}),
+        "It must return one row of scores for each example",
+    ),
+    "whole numbers to train": (
+        "local_update", lambda s, c, d, v: (c, s.trained({**d, "n": torch.tensor(3)}, v)),
+        "view.train: at /n of what is trained stands a tensor of torch.int64, which has no gradient",
+    ),
+    "an optimizer of PyTorch": (
+        "local_update",
+        lambda s, c, d, v: (c, v.train(loss, d, "local", torch.optim.SGD.__new__(torch.optim.SGD))),
+        "view.train: the optimizer must be one of fedlowrank; it is a SGD of torch.optim.sgd. Write self.optimizer",
+    ),
+    "a prox of another shape": (
+        "local_update", lambda s, c, d, v: (c, s.trained(d, v, prox=lambda p, lr: {**p, "bias": p["bias"].sum()})),
+        "prox, in pass 'local': at /bias it returned a tensor [] for the parameter [2]",
+    ),
+    "a precondition of another shape": (
+        "local_update",
+        lambda s, c, d, v: (c, s.trained(d, v, precondition=lambda g, p: {**g, "weight": g["weight"][:1]})),
+        "precondition, in pass 'local': at /weight it returned a tensor [1, 5] for the parameter [2, 5]",
+    ),
+    "several weights of a mean": (
+        "contribution", lambda s, v, u, c: Mean(u, torch.ones(2)),
+        "the weight of a Mean is a number, at least 0; this one is tensor",
+    ),
     "uploads in half precision": (
         "contribution", lambda s, a, u, c: Mean({n: t.half() for n, t in u.items()}, 1.0),
         "My.server_update returned torch.float16 at /weight of the server's state, which had torch.float32 there",

@@ -12,7 +12,12 @@ from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, ServerView
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
-from ..core.contract.hook_results import check_server_metrics, check_server_state, check_tree
+from ..core.contract.hook_results import (
+    check_participants,
+    check_server_metrics,
+    check_server_state,
+    check_tree,
+)
 from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -216,13 +221,24 @@ class Run:
         )
 
     def participants(self, round: int) -> list[ClientInfo]:
-        """Draw the clients that train in a round; the draw is the same for every method."""
+        """Draw the clients that train in a round; the draw is the same for every method.
+
+        Raises:
+            TaskError: if the method chooses clients that cannot train, or that the privacy budget does not allow.
+        """
         infos = self.federation.infos
         sampled_ids = self.client_sampler.draw(round, [i.example_count for i in infos], self.state.losses)
-        participant_ids = self.method.participants(sampled_ids, self.client_sampler.seen)
+        available_ids, budget = self.client_sampler.seen, self.budget
+        # the hook gets a copy: a change in place would change what its result is compared with
+        participant_ids = check_participants(
+            self.method,
+            self.method.participants([*sampled_ids], available_ids),
+            sampled_ids,
+            available_ids,
+            may_differ=budget is None or budget.is_local,
+        )
         return [
-            infos[i]
-            for i in (participant_ids if self.budget is None else self.budget.allowed(participant_ids, round))
+            infos[i] for i in (participant_ids if budget is None else budget.allowed(participant_ids, round))
         ]
 
     @property

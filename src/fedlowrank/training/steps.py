@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.contract import Batch, ProximalTerm
 from ..core.contract.training_request import Request
+from ..core.errors import TaskError
 from ..core.learning.batch_losses import check_loss
 from ..core.learning.optimizer import SGD, OptimizerState, Rates, clip
 from .kept_optimizers import slot_like
@@ -119,7 +120,7 @@ class PassSteps:
         unused_mask = [g is None for g in gradient]
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradient, strict=True)]
         if request.precondition is not None:
-            grads = self.mapped(request.precondition, grads, self.params)
+            grads = self._mapped_like("precondition", request.precondition, grads, self.params)
             unused_mask = [u and not bool(g.any()) for u, g in zip(unused_mask, grads, strict=True)]
         # half-precision parameters are updated in float32, so that a step with its prox is rounded once
         params, grads = (
@@ -188,9 +189,26 @@ class PassSteps:
             return tree.map_leaves(lambda t, q: torch.where(is_finite, q, t), p, result)
 
         try:
-            return self.mapped(of_all, params, params)
+            return self._mapped_like("prox", of_all, params, params)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not exported
-            return self.mapped(of_finite, params, params)
+            return self._mapped_like("prox", of_finite, params, params)
+
+    def _mapped_like(
+        self, title: str, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]
+    ) -> list[Tensor]:
+        """See :meth:`mapped`; raises TaskError if a tensor of the result has another shape than its parameter.
+
+        PyTorch would broadcast it over the parameter.
+        """
+        results = self.mapped(f, tensors, params)
+        for i, (result, p) in enumerate(zip(results, params, strict=True)):
+            if result.shape != p.shape:
+                path, _ = list(tree.leaves(self.params_tree))[i]
+                raise TaskError(
+                    f"{title}, in pass {self.request.name!r}: at {path or 'the top'} it returned a tensor {[*result.shape]} for "
+                    f"the parameter {[*p.shape]}. It must return a tree of the same shapes as its first argument"
+                )
+        return results
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         """The tensors of ``f(a, p, *constants)``, where a and p are the trees of some tensors and parameters."""

@@ -40,9 +40,9 @@ class Mean(Generic[T]):
     weight: Any = 1.0
 
     def __post_init__(self) -> None:
-        if type(self.weight) is Tensor:
+        if type(self.weight) is Tensor and self.weight.numel() == 1:
             object.__setattr__(self, "weight", float(self.weight))
-        elif not isinstance(self.weight, (Real, Tensor)):
+        elif type(self.weight) is Tensor or not isinstance(self.weight, (Real, Tensor)):
             raise tree.TreeError(f"the weight of a Mean is a number, at least 0; this one is {self.weight!r}")
 
 

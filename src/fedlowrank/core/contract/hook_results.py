@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import tree
 from ..arguments.user_code import is_of_package
 from ..errors import TaskError
+from ..learning.optimizer import SGD, AdamW
 from .client_model import ClientModel
 from .task import Pass
 
@@ -26,7 +28,7 @@ def check_tree(method: Any, hook: str, value: T) -> T:
     try:
         tree.map_leaves(lambda t: t, value)
     except tree.TreeError as error:
-        raise tree.TreeError(f"{_class_name(method)}.{hook}: {error}") from error
+        raise tree.TreeError(f"{name_class(method)}.{hook}: {error}") from error
     return value
 
 
@@ -36,24 +38,24 @@ def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
         for part, value in zip(("state", "upload"), result, strict=True):
             check_tree(method, f"local_update ({part})", value)
         return result
-    description = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
+    description = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe_kind(result)
     raise TaskError(
-        f"{_class_name(method)}.local_update must return the pair (state, upload); it returned {description}. Write "
+        f"{name_class(method)}.local_update must return the pair (state, upload); it returned {description}. Write "
         "return None, upload if a client keeps nothing"
     )
 
 
 def check_client_model(method: Any, result: Any) -> ClientModel:
     """Return the result of ``client_model``; raise TaskError if it is no ClientModel of parameters."""
-    name = f"{_class_name(method)}.client_model"
+    name = f"{name_class(method)}.client_model"
     if not isinstance(result, ClientModel):
         raise TaskError(
-            f"{name} must return a ClientModel; it returned {_kind(result)}. Write return ClientModel(params)"
+            f"{name} must return a ClientModel; it returned {describe_kind(result)}. Write return ClientModel(params)"
         )
     for field, value in {"params": result.params, **result.series}.items():
         if not isinstance(value, dict) and not callable(value):
             raise TaskError(
-                f"{name}: {field} must be a dict of parameters by name or a function; it is {_kind(value)}. Without a "
+                f"{name}: {field} must be a dict of parameters by name or a function; it is {describe_kind(value)}. Without a "
                 "client_model of its own a client uses what download returns, by default the server's state: see what "
                 "server_init and server_update return"
             )
@@ -65,9 +67,68 @@ def check_passes(method: Any, passes: Any) -> dict[str, Pass]:
     if isinstance(passes, dict) and passes and all(isinstance(value, Pass) for value in passes.values()):
         return passes
     raise TaskError(
-        f"{_class_name(method)}.passes must return a dict of passes by name; it returned {_kind(passes)}. Write "
+        f"{name_class(method)}.passes must return a dict of passes by name; it returned {describe_kind(passes)}. Write "
         'return {"local": self.main_pass}'
     )
+
+
+def check_participants(
+    method: Any,
+    client_ids: Any,
+    sampled: Collection[int],
+    available: Collection[int],
+    *,
+    may_differ: bool,
+) -> list[int]:
+    """Return the result of ``participants`` as a list of numbers.
+
+    Args:
+        method: method that chose the clients.
+        client_ids: result of its hook.
+        sampled: identifiers of the clients that the protocol sampled.
+        available: identifiers of all clients that may train.
+        may_differ: whether the method may choose other clients than the sampled ones; False if a privacy budget
+            accounts for the sampling.
+
+    Raises:
+        TaskError: if the result is no list of different identifiers of available clients, or differs from the sampled
+            ones although it may not.
+    """
+    name = f"{name_class(method)}.participants"
+    if not isinstance(client_ids, Iterable):
+        raise TaskError(
+            f"{name} must return a list of client identifiers; it returned {describe_kind(client_ids)}. Write return sampled"
+        )
+    try:
+        chosen_ids = [operator.index(i) for i in client_ids]
+    except TypeError as error:
+        raise TaskError(
+            f"{name} must return a list of client identifiers, which are whole numbers: {error}. Write return sampled"
+        ) from error
+    distinct_ids = set(chosen_ids)
+    other_ids = distinct_ids.difference(sampled)
+    if unavailable_ids := other_ids.difference(available) if other_ids else ():
+        raise TaskError(
+            f"{name} returned the client {min(unavailable_ids)}, which is not available in this run. Choose among the "
+            "identifiers in available"
+        )
+    if len(distinct_ids) < len(chosen_ids):
+        repeated_id = next(i for i in chosen_ids if chosen_ids.count(i) > 1)
+        raise TaskError(
+            f"{name} returned the client {repeated_id} more than once, but a client trains once in a round. Leave out "
+            "repetitions; a client counts more by its weight in contribution"
+        )
+    if not may_differ and distinct_ids != set(sampled):
+        example = (
+            f"adds client {min(other_ids)}"
+            if other_ids
+            else f"leaves out client {min(set(sampled) - distinct_ids)}"
+        )
+        raise TaskError(
+            f"{name} {example}, but with privacy.kind = 'central' exactly the sampled clients train: ε is computed for "
+            "this sampling. Write return sampled, or choose privacy.kind = 'local'"
+        )
+    return chosen_ids
 
 
 def check_server_metrics(method: Any, metrics: Any) -> dict[str, dict[str, float]]:
@@ -75,10 +136,10 @@ def check_server_metrics(method: Any, metrics: Any) -> dict[str, dict[str, float
 
     A number may be one of PyTorch or NumPy.
     """
-    name = f"{_class_name(method)}.server_metrics"
+    name = f"{name_class(method)}.server_metrics"
     if not isinstance(metrics, Mapping) or not all(isinstance(table, Mapping) for table in metrics.values()):
         raise TaskError(
-            f"{name} must return a dict of dicts of numbers, by name and series; it returned {_kind(metrics)}. Write "
+            f"{name} must return a dict of dicts of numbers, by name and series; it returned {describe_kind(metrics)}. Write "
             'return {"norm": {"w": 1.5}}'
         )
     return {
@@ -91,7 +152,7 @@ def _plain_number(name: str, key: str, value: Any) -> float:
     if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, int | float):
-        raise TaskError(f"{name}: the values of {key!r} must be numbers; one is {_kind(value)}")
+        raise TaskError(f"{name}: the values of {key!r} must be numbers; one is {describe_kind(value)}")
     return value
 
 
@@ -104,7 +165,7 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
     """
     if state is None and before is not None:
         raise TaskError(
-            f"{_class_name(method)}.server_update returned None, which would be the server's next state. Return the "
+            f"{name_class(method)}.server_update returned None, which would be the server's next state. Return the "
             "state, such as return total"
         )
     check_tree(method, "server_update", state)
@@ -114,7 +175,7 @@ def check_server_state(method: Any, before: Any, state: Any) -> Any:
     if narrowed_tensor := next(_list_narrowed(before, state), None):
         path, old_type, new_type = narrowed_tensor
         raise TaskError(
-            f"{_class_name(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
+            f"{name_class(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
             f"which had {old_type} there, with more digits or a wider range. Convert it in server_update, such as by "
             f".to({old_type}), or begin with {new_type} in server_init"
         )
@@ -143,18 +204,34 @@ def _list_narrowed(before: Any, after: Any, path: str = "") -> Iterator[tuple[st
 
 
 def check_start(start: Any, path: str = "") -> None:
-    """Refuse a float in the tree to train, because training would not change it.
+    """Refuse a number and a tensor of whole numbers in the tree to train, because training would not change them.
 
     Raises:
-        TaskError: if the tree to train holds a float; the message names its place.
+        TaskError: if the tree to train holds a float or a tensor without a gradient; the message names its place.
     """
     if type(start) is float:
         raise TaskError(
             f"view.train: at {path or 'the top'} of what is trained stands the number {start!r}, which would stay as it "
             "is. Make it a tensor, as by torch.tensor(...), or leave it out of what is trained"
         )
-    for key, child in () if isinstance(start, Tensor) else tree.children(start, path) or ():
+    if isinstance(start, Tensor):
+        if not (start.is_floating_point() or start.is_complex()):
+            raise TaskError(
+                f"view.train: at {path or 'the top'} of what is trained stands a tensor of {start.dtype}, which has no "
+                "gradient. Leave it out of what is trained, pass it in constants, or convert it by .float()"
+            )
+        return
+    for key, child in tree.children(start, path) or ():
         check_start(child, tree.join_path(path, key))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TaskError if an optimizer is none of this package, such as one of PyTorch."""
+    if not isinstance(optimizer, SGD | AdamW):
+        raise TaskError(
+            f"view.train: the optimizer must be one of fedlowrank; it is {describe_kind(optimizer)} of "
+            f"{type(optimizer).__module__}. Write self.optimizer, or make one, such as fedlowrank.SGD(lr=0.1)"
+        )
 
 
 def check_function(
@@ -169,7 +246,9 @@ def check_function(
         constants: trees that are passed after these arguments; must be a tuple or a list.
     """
     if not isinstance(constants, (tuple, list)):
-        raise TaskError(f"constants must be a tuple of trees, such as (down,); it is {_kind(constants)}")
+        raise TaskError(
+            f"constants must be a tuple of trees, such as (down,); it is {describe_kind(constants)}"
+        )
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return
     code, count = function.__code__, len(first_arguments) + len(constants)
@@ -183,15 +262,15 @@ def check_function(
     )
 
 
-def _class_name(method: Any) -> str:
-    """Name of the class of a method, without the wrappers of this package around it."""
+def name_class(method: Any) -> str:
+    """Return the name of the class of a method, without the wrappers of this package around it."""
     while hasattr(method, "inner") and is_of_package(type(method)):
         method = method.inner
     return type(method).__name__
 
 
-def _kind(value: Any) -> str:
+def describe_kind(value: Any) -> str:
     """Describe the type of a value in words."""
     if isinstance(value, dict) and value:
-        return f"a dict of {_kind(next(iter(value.values())))}"
+        return f"a dict of {describe_kind(next(iter(value.values())))}"
     return "None" if value is None else f"a {type(value).__name__}"

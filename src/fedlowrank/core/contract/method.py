@@ -19,7 +19,7 @@ from ..tree import Params
 from .class_title import inherit_title
 from .client_model import ClientModel
 from .contribution import Contribution, Mean
-from .hook_results import check_function, check_passes, check_start
+from .hook_results import check_function, check_optimizer, check_passes, check_start
 from .hook_signatures import check_class
 from .model import Model
 from .task import ClientInfo, Pass, Task
@@ -126,7 +126,17 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         return {n: replace(p, drop_last=p.drop_last or self.drop_last) for n, p in passes.items()}
 
     def participants(self, sampled: list[int], available: list[int]) -> list[int]:
-        """Choose the clients that train in a round, by default those that the protocol sampled."""
+        """Choose the clients that train in a round, by default those that the protocol sampled.
+
+        With central privacy exactly the sampled clients train, because ε is computed for this sampling.
+
+        Args:
+            sampled: identifiers of the clients that the protocol sampled.
+            available: identifiers of all clients that may train.
+
+        Returns:
+            Different identifiers from ``available``.
+        """
         return sampled
 
     @abstractmethod
@@ -185,7 +195,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
         """Model that a client would use now; by default its parameters are the download.
 
-        Costly work belongs here and not in a predictor, which is called for every chunk of examples.
+        Its parameters are those of the whole model: all that are trained, by name and in their shapes. Costly work belongs
+        here and not in a predictor, which is called for every chunk of examples.
 
         Args:
             state: state of the client.
@@ -270,9 +281,11 @@ class ClientView:
 
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
-            TaskError: if one of the functions takes other arguments, or ``start`` holds a number that is no tensor.
+            TaskError: if one of the functions takes other arguments or returns other shapes, if ``start`` holds a number
+                or a tensor without a gradient, or if the optimizer is none of this package.
         """
         check_start(start)
+        check_optimizer(optimizer)
         check_function("loss", loss, ("params", "batch"), constants)
         if precondition is not None:
             check_function("precondition", precondition, ("grads", "params"), constants)

@@ -12,7 +12,6 @@ from torch import Tensor
 from ...core.contract import ClientInfo, ClientModel, ClientView, EngineModel
 from ...core.contract.client_model import Predictor
 from ...core.contract.download_cache import Downloads
-from ...core.contract.hook_results import check_client_model
 from ...core.contract.training_request import Trainer
 from ...training.client_tensors.client_tensor import NoRuleError, with_rows
 from ...training.client_tensors.control_flow import DifferingError, split_clients
@@ -25,6 +24,7 @@ from ..client_numbers import SPLITS
 from ..measurements import ClientTable
 from .evaluation_table import ModelSize, tabulate_results
 from .local_model import LocalModel, RoundModels
+from .model_checks import check_models
 from .pools import PoolCache, ScoringPool
 from .scoring import EXAMPLES_PER_LOSS_CALL, measure_scores, score_sets
 
@@ -162,8 +162,11 @@ class CohortModels:
         view = ClientView(info, task, model, round_models.round, key, cohort.trainer)
         self._infos, self._pool, self._key = infos, pool, key
         with torch.inference_mode(False):
-            self._client_model = check_client_model(method, method.client_model(state, message, view))
+            client_model = method.client_model(state, message, view)
             self._server = method.server_model(round_models.server, state, view)
+            self._client_model = check_models(
+                method, client_model, self._server, model, round_models.federation, infos[0]
+            )
         self.model: EngineModel = model
 
     def predictors(self) -> dict[str, Predictor]:

@@ -13,7 +13,7 @@ import torch
 from ...core import tree
 from ...core.contract import AnyMethod, ClientInfo, ClientModel, ClientView, EngineModel, Task
 from ...core.contract.client_model import ModelSum, Predictor
-from ...core.contract.hook_results import check_client_model, check_tree
+from ...core.contract.hook_results import check_tree
 from ...core.contract.training_request import Trainer
 from ...core.key import Key
 from ...core.tree import Params
@@ -22,6 +22,7 @@ from ...engines.engine import Engine
 from ...linalg.matricize import count_parameters
 from ...models.statistics.client_buffers import install_buffers
 from ...training.kept_optimizers import split_optimizers
+from .model_checks import check_models
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,9 @@ def make_local_model(
         message = download
         if is_server_known:
             message = tree.canonical(check_tree(method, "download", method.download(server, info)))
-        client_model = check_client_model(method, method.client_model(state, message, view))
+        client_model = method.client_model(state, message, view)
         server_params = method.server_model(server, state, view) if is_server_known else None
+        client_model = check_models(method, client_model, server_params, model, federation, info)
     return LocalModel(client_model, model, view.key / "evaluation", server_params)
 
 
