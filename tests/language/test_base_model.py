@@ -14,13 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base_model import LanguageBase, keep_in_float32, load_base
 from fedlowrank.language.tiny_models import build_tiny_model
 from fedlowrank.models.architecture import build_module
 from tests.language.conftest import TEXTS
-from tests.language.text_experiments import make_causal_tables
+from tests.language.text_experiments import make_causal_tables, run_rounds
 
 KEY = Key((7,))
 CLASSES = ("bad", "good", "neither")
@@ -317,7 +317,7 @@ def test_texts_that_the_model_has_no_room_for_are_refused(gpt2: Path, llama: Pat
     tables: Any = make_causal_tables(gpt2, tmp_path, method="fedit")
     tables["lora"] = {"ranks": [2], "target_modules": ["c_attn"]}
     tables["language"]["context"] = 65
-    with pytest.raises(ConfigError, match="context is 65, but the model has 64 positions"):
+    with pytest.raises(ConfigError, match=r"65 tokens here, .* 64 positions\. Set context to 64"):
         ExperimentConfig.parse(tables).federation()
     shutil.copytree(llama, tmp_path / "base")
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
@@ -365,3 +365,22 @@ def test_modules_in_float32_keep_the_dtype_of_the_base_for_all_that_they_take_an
     # an object that is changed in place stays the same one
     assert same_cache is cache
     assert cache[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "settings", [{"autocast": "float16"}, {"dtype": "float16"}, {"autocast": "bfloat16"}]
+)
+def test_a_note_says_that_float16_loses_small_gradients(
+    settings: dict[str, str], llama: Path, tmp_path: Path
+) -> None:
+    tables = make_causal_tables(llama, tmp_path, method="fedit", lora={"ranks": [2]}, language=settings)
+    federation = ExperimentConfig.parse(tables).federation()
+    has_note = any("the loss is not scaled" in note for note in federation.notes)
+    assert has_note == ("float16" in settings.values())
+
+
+def test_a_causal_model_has_no_head_and_the_error_says_what_to_choose(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"language.task = 'causal' has no head.*fedit") as refusal:
+        run_rounds(make_causal_tables(llama, tmp_path, method="fedrep"), 0)
+    # a setting that an experiment of a language model does not have
+    assert "head_name" not in str(refusal.value)

@@ -20,10 +20,12 @@ from ..core.io.atomic_files import write_json
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.text.chat.chat_template import ChatTemplate
+from ..data.text.packing import Sample
 from ..data.text.text_formats import make_conversation, render_instruction
 from ..data.text.text_records import Instruction
 from ..language.base_model import load_base
 from ..language.device_map import NO_MAP
+from ..language.export.client_models import find_client_model
 from ..language.export.server_model import find_server_model
 from ..language.language_model import Language
 from ..language.lora.new_tokens import name_rows
@@ -82,7 +84,7 @@ def prompt_of(language: Language) -> PromptFormat:
     """Format of prompts in training."""
     settings = language.settings
     chat = (
-        ChatTemplate(language.loaded.tokenizer, settings.loss_on, settings.system)
+        ChatTemplate(language.loaded.tokenizer, "response", settings.system)
         if language.uses_chat_template
         else None
     )
@@ -96,7 +98,13 @@ def prompt_of(language: Language) -> PromptFormat:
             return chat.write_prompt(make_conversation(instruction))
         return render_instruction(instruction, settings.format)[0]
 
-    return PromptFormat(prompt, chat is None, language.end_token)
+    def make_chat_rows(records: Sequence[Instruction]) -> list[Sample]:
+        assert chat is not None
+        conversations = [make_conversation(record, f"record {i}") for i, record in enumerate(records, 1)]
+        return [sample for _, sample in chat.samples(conversations)]
+
+    make_rows = None if chat is None else make_chat_rows
+    return PromptFormat(prompt, chat is None, language.end_token, make_rows)
 
 
 def language_of_run(run: Run) -> Language:
@@ -146,18 +154,20 @@ def params_of(run: Run, name: str) -> Params:
         name: name of the model: ``server``, ``base``, or the name or number of a client.
 
     Raises:
-        ConfigError: if there is no such model.
+        ConfigError: if there is no such model, or the client infers by a mixture of models.
     """
     if name == "base":
         return _find_base_parameters(language_of_run(run))
     if name == "server":
         server_model = find_server_model(run)
         if server_model is None:
+            # a mixture has neither
+            find_client_model(run, run.federation.infos[0])
             raise ConfigError(
                 f"{run.method.title} has no model of the server; name a client, such as --model 0"
             )
         return server_model
-    return run.personal_params(find_typed_client(run.federation.infos, name, "--model"))
+    return find_client_model(run, find_typed_client(run.federation.infos, name, "--model"))
 
 
 def _find_base_parameters(language: Language) -> Params:

@@ -542,7 +542,11 @@ def _check_causal(model: Any, base: LanguageBase, *, is_quantized: bool) -> None
 
 
 def check_positions(model: Any, context: int) -> None:
-    """Raise ConfigError if the context exceeds a model's learnt position embeddings; rotary embeddings have no limit.
+    """Raise ConfigError if texts exceed a model's learnt position embeddings; rotary embeddings have no limit.
+
+    Args:
+        model: model of transformers, or one wrapped by PEFT.
+        context: largest number of tokens of a text.
 
     Raises:
         ConfigError: if the context is longer than the table of position embeddings.
@@ -558,7 +562,8 @@ def check_positions(model: Any, context: int) -> None:
         position_count = layer.num_embeddings - max(reserved_count, getattr(layer, "offset", 0))
         if context > position_count:
             raise ConfigError(
-                f"context is {context}, but the model has {position_count} positions. Lower context"
+                f"texts may have {context} tokens here, but the model has {position_count} positions. Set context to "
+                f"{position_count} or less"
             )
 
 

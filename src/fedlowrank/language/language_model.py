@@ -43,6 +43,7 @@ from .base_model import (
 )
 from .embedding_noise import add_embedding_noise
 from .export.adapter_folders import COMMON_BASE_FOLDER, AdapterFolders, ModelParts
+from .export.client_models import find_single_models
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, list_lora_ranks
 from .export.server_model import find_server_model
@@ -70,6 +71,12 @@ _RESULT_FIELDS = (
 )
 """Fields of ``peft.LoraConfig`` on which results depend. The names of the factors already identify the adapted layers."""
 
+FLOAT16_NOTE = (
+    "language.autocast or dtype is float16: the loss is not scaled, so gradients lose digits below 6e-5 and become 0 below 6e-8. "
+    "Take bfloat16, or language.trainer = 'trl', which scales the loss"
+)
+"""Note of a run whose gradients are computed in float16 by this package's own steps."""
+
 INSTRUCTION_PLACEHOLDER = "{instruction}"
 """Stands for the instruction in the prompt that ``fedlowrank.json`` holds."""
 
@@ -96,7 +103,7 @@ class LanguageSettings(LanguageBase):
         by_length: whether training batches have examples of similar length.
         neftune: strength α of the noise that is added to embeddings in training; 0 for no noise.
         autocast: dtype of matrix products, bfloat16 or float16, for weights of any dtype; none uses the dtype of the
-            weights.
+            weights. This package's own steps do not scale the loss for float16, so small gradients are lost; a note says so.
         trainer: trainer of a pass. own: this package takes the gradient steps; trl: TRL's ``SFTTrainer`` takes them, or
             ``DPOTrainer`` for the loss dpo; or ``module:function``: your function, which creates a
             ``transformers.Trainer`` from a :class:`~fedlowrank.language.trl.training_pass.TrainingPass`.
@@ -177,6 +184,12 @@ class Language:
         adapter = {n: str(getattr(self.model.peft_config[ADAPTER], n)) for n in _RESULT_FIELDS}
         return {"files": self.files, "adapter": adapter}
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type of matrix products; None for the type of the weights."""
+        name = self.settings.autocast
+        return None if name == "none" else getattr(torch, name)
+
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """Make the architecture: the module with its frozen base; for pairs of texts it returns two scores or embeddings.
 
@@ -185,13 +198,17 @@ class Language:
         """
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         architecture = Architecture(ARCHITECTURE_NAME, self.model, dict(example), head)
+        if not self.settings.has_head:
+            architecture._no_head = (
+                f"a model of language.task = {self.settings.task!r} has no head here, and this method needs one. Choose another "
+                "method, such as fedit, fedsa_lora, hetlora or ditto"
+            )
         architecture.declare_repeatable()
         if RESPONSE_MASK in example:
             architecture.readout = score_pairs
         elif self.settings.task == "embedding":
             architecture.readout = embed_pairs
-        if self.settings.autocast != "none":
-            architecture.autocast = getattr(torch, self.settings.autocast)
+        architecture.autocast = self.autocast
         architecture.pass_trainer = find_trainer(
             self.settings.trainer, self.settings.trainer_args, self.loaded.tokenizer, self.settings.autocast
         )
@@ -229,7 +246,8 @@ class Language:
         By default each model is written as an adapter of the base. An adapter whose rank exceeds the largest rank of
         a client is truncated to that rank. In the exact form, layers whose base weight changed are stored whole in the
         adapter's folder. If all base weights changed (FLoRA and FedEx-LoRA), the new base is written once, to ``base``,
-        and clients are written as adapters for it.
+        and clients are written as adapters for it. Clients that infer by a mixture of models (FedEM) are left out with a
+        warning, because no adapter gives their scores.
 
         Args:
             run: run of this federation.
@@ -273,8 +291,8 @@ class Language:
             write("server", folders.split_model(server, run.round, None), settings.merged)
         elif settings.merged:
             raise TaskError(f"merged: {run.method.title} has no model of the server to write as a whole")
-        for info in run.federation.infos:
-            write(f"client_{info.id:04d}", folders.split_model(run.personal_params(info), run.round, info.id))
+        for info, params in find_single_models(run, run.federation.infos, "adapter"):
+            write(f"client_{info.id:04d}", folders.split_model(params, run.round, info.id))
         return written_paths
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:
@@ -404,6 +422,8 @@ def load_with_texts(
         settings = replace(settings, format=choose_format(texts, settings.format))
         notes = (f"language.format = 'auto': the rows call for the format {settings.format!r}",)
     language = load_language_model(settings, lora, key, names)
+    if settings.trainer == "own" and torch.float16 in (language.loaded.model.dtype, language.autocast):
+        notes += (FLOAT16_NOTE,)
     check_positions(language.loaded.model, settings.context)
     dataset = tokenize(texts, language.loaded.tokenizer, settings.text)
     _check_tokens(dataset, language.loaded)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.tree import Params
 from .chat_session import ChatSession
+from .export.client_models import find_single_models
 from .export.server_model import find_server_model
 from .scores.text_generation import Decoding
 
@@ -30,7 +31,7 @@ def sample_answers(
     """Generate the greedy answers of a run's models to some prompts.
 
     Before the first round one model answers. Later the server's model answers, if there is one, and the models of the
-    first clients.
+    first clients. Clients that infer by a mixture of models (FedEM) are left out with a warning.
 
     Args:
         run: run in its current state.
@@ -44,12 +45,12 @@ def sample_answers(
     Returns:
         A row for each model and prompt: ``round``, ``model``, ``prompt`` and ``answer``.
     """
-    infos = run.federation.infos
-    models: dict[str, Any] = {} if (server := find_server_model(run)) is None else {"server": server}
-    if run.round == 0:
-        models = {"start": run.personal_params(infos[0]) if server is None else server}
-    else:
-        models |= {f"client {info.id}": run.personal_params(info) for info in infos[:MAX_ANSWERING_CLIENTS]}
+    is_start, server = run.round == 0, find_server_model(run)
+    models: dict[str, Params] = {} if server is None else {"start" if is_start else "server": server}
+    if not is_start or server is None:
+        infos = run.federation.infos[: 1 if is_start else MAX_ANSWERING_CLIENTS]
+        for info, params in find_single_models(run, infos, "answers"):
+            models["start" if is_start else f"client {info.id}"] = params
     decoding = Decoding(max_new_tokens=tokens)
     rows = []
     for name, params in models.items():

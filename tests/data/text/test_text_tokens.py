@@ -16,6 +16,7 @@ from fedlowrank.data.dataset import Dataset
 from fedlowrank.data.text.packing import Sample, pack_sequences
 from fedlowrank.data.text.text_records import Conversation, Instruction, Labeled, Preference, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
+from fedlowrank.language.scores.text_generation import encode_prompt
 from tests.support.byte_tokenizers import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -395,8 +396,27 @@ def test_tokens_are_those_of_the_tokenizer_also_if_it_changes_texts() -> None:
     )
     assert (
         tokenize(texts, stutter, TextSettings("verbatim")).train.x["input_ids"].tolist()
-        == [[A, A, B, C, B, C, EOS]] * 70
+        == [[BOS, A, A, B, C, B, C, EOS]] * 70
     )
+
+
+def test_what_a_tokenizer_writes_before_every_text_begins_each_sample() -> None:
+    """Also if it is no declared BOS, as ``[gMASK]<sop>`` of GLM-4."""
+    tokenizer = tokenizer_of("[CLS] <bos> $A", pad_token="<pad>", eos_token="<eos>")
+    assert tokenizer.bos_token is None
+    assert tokenizer("a b")["input_ids"] == [CLS, BOS, A, B]
+    # a text that begins with the whole of it already gets it once
+    texts = [Instruction("a", "b c"), Instruction("[CLS] <bos> a", "b"), Instruction("[CLS] a", "b")]
+    data = tokenize(Texts("t", texts), tokenizer, TextSettings("verbatim"))
+    assert data.train.x["input_ids"].tolist() == [
+        [CLS, BOS, A, B, C, EOS],
+        [CLS, BOS, A, B, EOS, PAD],
+        [CLS, BOS, CLS, A, B, EOS],
+    ]
+    assert data.train.y.tolist()[0] == [_, _, _, B, C, EOS]
+    # prompts for generation begin alike
+    assert encode_prompt(tokenizer, "a") == [CLS, BOS, A]
+    assert encode_prompt(tokenizer, "[CLS] <bos> a") == [CLS, BOS, A]
 
 
 def test_truncation_saved_with_a_tokenizer_is_not_applied() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from fedlowrank.cli.main import main
 from fedlowrank.language.language_model import Language
 from fedlowrank.language.scores import Decoding, DollyTask, HarnessTask, PerplexityTask
 from fedlowrank.rounds.run import Run
-from tests.language.text_experiments import make_causal_tables, run_rounds, write_toml
-from tests.support.byte_tokenizers import TEMPLATES
+from tests.language.scores.score_models import llama as llama_of
+from tests.language.text_experiments import make_causal_tables, make_row_tables, run_rounds, write_toml
+from tests.support.byte_tokenizers import TEMPLATES, byte_tokenizer
 
 torch.set_num_threads(1)
 
@@ -91,12 +93,57 @@ def test_scores_and_answers_ask_with_the_tokens_of_training(form: str, base: Pat
     assert all(row[: len(prompt)] == prompt for row in seen)
     # the token that ends what is learnt counts as the end of an answer
     labels = run.federation.clients[0].train.y[0]
-    assert seen[1][-1] == labels[labels >= 0][-1]
+    assert labels[labels >= 0][-1] in seen[1][len(prompt) :]
     assert score.details["counted end token"] == ("<|im_end|>" if form == "chat" else "</s>")
     # plain texts are no prompts
     with first_inputs(language.model) as seen:
         scores(run, PerplexityTask(file), ["base"])
     assert seen[0] == language.loaded.tokenizer("a fox")["input_ids"]
+
+
+def make_base(folder: Path, template: str) -> Path:
+    """A tiny Llama with the chat template of a file of chat_templates."""
+    tokenizer = byte_tokenizer(template)
+    model = llama_of(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["none", "verbatim", "mistral", "phi3", "chatml"])
+def test_perplexity_is_the_loss_of_the_run(form: str, llama: Path, tmp_path: Path) -> None:
+    # templates that write a space before an answer, or more than the end token after it; texts with special tokens
+    answers = ["a fox", "<s>the dog", "one two</s>", "  "]
+    rows = [{"prompt": f"who is {i}?", "completion": answers[i % 4]} for i in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    is_chat = form in ("mistral", "phi3", "chatml")
+    base = make_base(tmp_path / "base", form) if is_chat else llama
+    tables = make_row_tables(
+        base, {"path": str(file), "test": str(file)}, format="chat" if is_chat else form, context=100
+    )
+    run = run_rounds(tables | {"partition": {"kind": "iid", "clients": 1}}, 0)
+    task = PerplexityTask(
+        str(file), text="completion", instruction=None if form == "none" else "prompt", end=True
+    )
+    score = scores(run, task, ["0"])["0"]
+    # without the blank answers
+    assert score.details["records"] == 9
+    (loss,) = run.evaluate().values("loss", split="test")
+    assert score.details["nll"] == pytest.approx(loss, rel=1e-5)
+    labels = run.federation.clients[0].test.y
+    assert score.count == int((labels[:, 1:] >= 0).sum())
+    # without the end: the tokens of the answers alone
+    tokenizer = language_of_run(run).loaded.tokenizer
+    without_end = scores(run, replace(task, end=False), ["0"])["0"]
+    ends = {"phi3": 3, "mistral": 1, "chatml": 1}.get(form, 1)
+    assert without_end.count == score.count - 9 * ends, tokenizer.decode(labels[0][labels[0] >= 0])
+    assert without_end.details["counted end token"] is None
+    # records whose prompt fills the context do not count
+    if form == "verbatim":
+        rows[0]["prompt"] *= 30
+        file.write_text("\n".join(map(json.dumps, rows)))
+        assert scores(run, replace(task, context=40), ["0"])["0"].details["records"] == 8
 
 
 @pytest.mark.filterwarnings("default")

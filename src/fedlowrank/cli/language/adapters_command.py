@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ...core.errors import CheckpointError, ConfigError, TaskError
 from ...core.io.atomic_files import as_checkpoint_error
+from ...language.export.client_models import find_client_model
 from ...language.export.export_settings import ExportSettings, is_hub_name
 from ...language.export.hub_upload import check_upload, upload_model
 from ...language.lora.stored_adapter import METADATA_FILE
@@ -51,6 +52,8 @@ def adapters(
     option_values = _given_settings(merged, exact, rank, no_card, base_model)
     settings = dataclasses.replace(language.export, **option_values)
     repository = _repository(push, settings, language.loaded.name)
+    # a method whose clients infer by mixtures is refused before a folder is moved aside
+    find_client_model(run, run.federation.infos[0])
     if is_taken:
         RunFolder.move_aside(out)
     with as_checkpoint_error(f"cannot write {out}"):

@@ -68,10 +68,10 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT_SETT
 
     Instructions, for a causal language model: inputs ``input_ids`` and ``attention_mask``, int64 [n, T];
     labels int64 [n, T] with the token's own id where the loss counts and -100 elsewhere, not shifted. A
-    sample is: a BOS, if the tokenizer adds one by itself, the prompt, the response, an EOS; neither of both where the text
-    has it already. Prompt and response are tokenized separately and joined, so that the tokens of the prompt are those
-    from which a model generates; the tokens of the whole text may differ at the boundary. With packing there are
-    ``position_ids``, too.
+    sample is: the tokens that the tokenizer writes before every text by itself (such as a BOS), the prompt, the response, an
+    EOS; the first and the last once, also where the text has them already. Prompt and response are tokenized separately and
+    joined, so that the tokens of the prompt are those from which a model generates; the tokens of the whole text may differ
+    at the boundary. With packing there are ``position_ids``, too.
 
     Conversations, and instructions with format ``chat``: the same, with the tokens of the chat template and nothing else;
     see `chat_template.ChatTemplate`.
@@ -359,7 +359,7 @@ def _draft_instructions(
     description: str, records: Sequence[Any], tokenizer: Any, settings: TextSettings, notes: list[str]
 ) -> Iterator[Draft]:
     """Samples of any length of each instruction, tokenized in chunks; after the last one come the notes."""
-    bos = _find_added_bos(tokenizer)
+    prefix = find_added_prefix(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     iterator = iter(records)
     plain_count = 0
@@ -367,22 +367,19 @@ def _draft_instructions(
         chunk: list[Instruction] = list(islice(iterator, _CHUNK_RECORDS))
         plain_count += sum(map(is_plain_text, chunk))
         text_pairs = [render_instruction(record, settings.format) for record in chunk]
-        prompts = _encode_in_batches(tokenizer, [prompt for prompt, _ in text_pairs])
-        responses = _encode_in_batches(tokenizer, [response for _, response in text_pairs])
-        for i, (record, prompt, response) in enumerate(zip(chunk, prompts, responses, strict=True), start):
-            # a text may have both special tokens already
-            has_bos, has_eos = [*prompt, *response][:1] == bos, response[-1:] == eos
-            prompt_ids = [*([] if has_bos else bos), *prompt]
-            ids = [*prompt_ids, *response, *([] if has_eos else eos)]
+        rows = join_responses(tokenizer, text_pairs, prefix, eos)
+        for i, (record, (ids, response_start, response_end)) in enumerate(
+            zip(chunk, rows, strict=True), start
+        ):
             labels = (
                 ids.copy()
                 if settings.loss_on == "all"
-                else [IGNORE_INDEX] * len(prompt_ids) + ids[len(prompt_ids) :]
+                else [IGNORE_INDEX] * response_start + ids[response_start:]
             )
             yield Draft(
                 Sample(ids, labels, i),
-                len(prompt_ids),
-                len(prompt_ids) + len(response),
+                response_start,
+                response_end,
                 f"{description}, record {i + 1}",
                 record.client,
             )
@@ -390,6 +387,51 @@ def _draft_instructions(
         notes.append(
             f"{description}: records without an instruction, written without a prompt: {plain_count} of {len(records)}"
         )
+
+
+class JoinedTokens(NamedTuple):
+    """Tokens of a prompt with its response.
+
+    Attributes:
+        ids: the token ids.
+        response_start: the position of the first token of the response.
+        response_end: the position after its last token.
+    """
+
+    ids: list[int]
+    response_start: int
+    response_end: int
+
+
+def join_responses(
+    tokenizer: Any, text_pairs: Sequence[tuple[str, str]], prefix: list[int], end: list[int]
+) -> Iterator[JoinedTokens]:
+    """Tokenize prompts and responses apart and join them, so that no token spans both.
+
+    Args:
+        tokenizer: tokenizer of ``transformers``.
+        text_pairs: each prompt, which may be empty, with its response.
+        prefix: tokens before each prompt, see :func:`find_added_prefix`; left out where the text has them already.
+        end: the token after each response, or nothing; left out where the response has it already.
+    """
+    prompts = _encode_in_batches(tokenizer, [prompt for prompt, _ in text_pairs])
+    responses = _encode_in_batches(tokenizer, [response for _, response in text_pairs])
+    for prompt, response in zip(prompts, responses, strict=True):
+        has_prefix = [*prompt, *response][: len(prefix)] == prefix
+        prompt_ids = prompt if has_prefix else [*prefix, *prompt]
+        has_end = response[-1:] == end
+        ids = [*prompt_ids, *response, *([] if has_end else end)]
+        yield JoinedTokens(ids, len(prompt_ids), len(prompt_ids) + len(response))
+
+
+def find_added_prefix(tokenizer: Any) -> list[int]:
+    """Find the tokens that a tokenizer writes before every text by itself, such as a BOS or ``[gMASK]<sop>``."""
+    # Kinds of tokenizers have different settings for it, so see what this one does.
+    special_ids, plain_ids = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
+    if special_ids[-1:] == [tokenizer.eos_token_id] != plain_ids[-1:]:
+        special_ids.pop()
+    prefix_length = len(special_ids) - len(plain_ids)
+    return special_ids[:prefix_length] if special_ids[prefix_length:] == plain_ids else []
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -424,11 +466,3 @@ def _has_plain_backend(tokenizer: Any) -> bool:
             for name in ("__call__", "_encode_plus", "_batch_encode_plus")
         )
     )
-
-
-def _find_added_bos(tokenizer: Any) -> list[int]:
-    """The BOS that a tokenizer adds by itself, or nothing."""
-    # Kinds of tokenizers have different settings for it, so see what this one does.
-    bos = [tokenizer.bos_token_id]
-    special_ids, plain_ids = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
-    return bos if special_ids[:1] == bos and plain_ids[:1] != bos else []

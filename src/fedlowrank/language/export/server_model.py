@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.tree import Params
+from .client_models import infers_by_one_model
 
 if TYPE_CHECKING:
     from ...rounds.run import Run
@@ -22,17 +23,21 @@ def find_server_model(run: Run) -> Params | None:
         run: run in its current state.
 
     Returns:
-        Parameters of the server's model, or None if the models of clients differ (FedSA-LoRA), or if there is a single
-        client, whose model may differ from the server's.
+        Parameters of the server's model, or None if the models of clients differ (FedSA-LoRA), if clients infer by
+        mixtures of models (FedEM), or if there is a single client, whose model may differ from the server's.
     """
     first_client, *other_clients = run.federation.infos
     first_model = run.local_model(first_client)
     if first_model.server is not None:
         return first_model.server
+    if not other_clients or not infers_by_one_model(run, first_client, first_model):
+        return None
     shared_params = first_model.personal()
-    if other_clients and all(_are_equal(shared_params, run.personal_params(info)) for info in other_clients):
-        return shared_params
-    return None
+    for info in other_clients:
+        model = run.local_model(info)
+        if not (_are_equal(shared_params, model.personal()) and infers_by_one_model(run, info, model)):
+            return None
+    return shared_params
 
 
 def _are_equal(a: Params, b: Params) -> bool:

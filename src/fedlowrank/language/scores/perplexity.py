@@ -13,15 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...core.errors import DataError
 from ...core.learning.losses import IGNORE_INDEX
-from .text_generation import encode_prompt, use_evaluation_mode
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """Tokens of a prompt and of the text that follows it; the first ``start`` tokens do not count."""
-
-    tokens: list[int]
-    start: int
+from ...data.text.packing import Sample
+from ...data.text.tokens import find_added_prefix, join_responses
+from ..base_model import check_positions
+from .text_generation import use_evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -41,51 +36,65 @@ def tokenize_texts(
     tokenizer: Any,
     prompts: Sequence[str],
     texts: Sequence[str],
-    context: int | None = None,
     end_token: int | None = None,
     special_tokens: bool = True,
-) -> list[TokenRow]:
-    """Tokenize texts that follow prompts.
-
-    Prompt and text are tokenized separately and joined, so that no token spans both. See `encode_prompt` for the
-    prompt.
+) -> list[Sample]:
+    """Tokenize texts that follow prompts, as in training; the tokens of the texts count.
 
     Args:
         tokenizer: tokenizer of transformers.
         prompts: prompt before each text; may be empty.
         texts: texts, one for each prompt.
-        context: maximum number of tokens of a row; longer rows are truncated on the right.
-        end_token: id of an end token that is appended to each text and counts; None for none.
-        special_tokens: whether the tokenizer adds its special tokens to the prompt.
+        end_token: id of the token that ends each text and counts; not written twice. None for none.
+        special_tokens: whether the tokenizer adds its special tokens before the prompt.
     """
-    end_tokens = [] if end_token is None else [end_token]
-    rows = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        prompt_tokens = encode_prompt(tokenizer, prompt, special_tokens)
-        text_tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + end_tokens
-        rows.append(TokenRow((prompt_tokens + text_tokens)[:context], len(prompt_tokens)))
-    return rows
+    prefix = find_added_prefix(tokenizer) if special_tokens else []
+    end = [] if end_token is None else [end_token]
+    rows = join_responses(tokenizer, list(zip(prompts, texts, strict=True)), prefix, end)
+    return [Sample(ids, [IGNORE_INDEX] * start + ids[start:]) for ids, start, _ in rows]
 
 
-def measure_likelihood(model: Any, rows: Sequence[TokenRow], batch_size: int = 8) -> Likelihood:
+def cut_row(row: Sample, context: int | None = None, end_token: int | None = None) -> Sample:
+    """Shorten a row on the right.
+
+    Args:
+        row: tokens and labels.
+        context: maximum number of tokens; None for no maximum.
+        end_token: id of the token that ends the text and is cut off with all that follows it; None cuts off none.
+    """
+    length = len(row.ids)
+    if end_token in row.labels:
+        length -= row.labels[::-1].index(end_token) + 1
+    length = length if context is None else min(length, context)
+    return Sample(row.ids[:length], row.labels[:length])
+
+
+def has_counted_token(row: Sample) -> bool:
+    """Whether a token of a row counts; nothing predicts the first one."""
+    return any(label != IGNORE_INDEX for label in row.labels[1:])
+
+
+def measure_likelihood(model: Any, rows: Sequence[Sample], batch_size: int = 8) -> Likelihood:
     """Compute the mean negative log-likelihood of a token: the logits at t - 1 predict token t.
 
-    No logits predict the first token of a row, so it never counts. The result does not depend on the batch size, except
-    by rounding. The model is in evaluation mode during the computation.
+    The tokens with a label count, except the first token of a row, which no logits predict. The result does not depend on
+    the batch size, except by rounding. The model is in evaluation mode during the computation.
 
     Raises:
+        ConfigError: if a row is longer than the table of the model's positions.
         DataError: if no token counts.
     """
+    check_positions(model, max((len(row.ids) for row in rows), default=0))
     device = next(model.parameters()).device
     total_nll, total_count = 0.0, 0
     with use_evaluation_mode(model), torch.no_grad():
         for begin in range(0, len(rows), batch_size):
-            examples = [
-                (torch.tensor(r.tokens, dtype=torch.int64), r.start) for r in rows[begin : begin + batch_size]
-            ]
-            labels = [torch.where(torch.arange(len(x)) < start, IGNORE_INDEX, x) for x, start in examples]
-            x = pad_sequence([x for x, _ in examples], batch_first=True)
-            mask = pad_sequence([torch.ones_like(x) for x, _ in examples], batch_first=True)
+            batch = rows[begin : begin + batch_size]
+            x = pad_sequence([torch.tensor(row.ids, dtype=torch.int64) for row in batch], batch_first=True)
+            mask = pad_sequence(
+                [torch.ones(len(row.ids), dtype=torch.int64) for row in batch], batch_first=True
+            )
+            labels = [torch.tensor(row.labels, dtype=torch.int64) for row in batch]
             y = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)[:, 1:]
             count = int((y != IGNORE_INDEX).sum())
             if count == 0:

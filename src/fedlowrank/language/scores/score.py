@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from ...data.text.packing import Sample
+from ...data.text.text_records import Instruction
 
 
 @dataclass(frozen=True)
@@ -16,11 +19,14 @@ class PromptFormat:
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt. False for a
             chat template, which writes special tokens itself.
         end_token: id of the token that ends an answer in training; None without such a token.
+        make_rows: function that makes tokens and labels of instructions with their answers, as in training; None for
+            prompts and answers that are tokenized apart and joined. A chat template may write text between and after both.
     """
 
     write: Callable[[Mapping[str, str]], str]
     special_tokens: bool = True
     end_token: int | None = None
+    make_rows: Callable[[Sequence[Instruction]], list[Sample]] | None = None
 
     def __call__(self, record: Mapping[str, str]) -> str:
         """Write the prompt of a record."""

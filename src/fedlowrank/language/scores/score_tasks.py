@@ -9,10 +9,12 @@ from typing import Any
 from ...core.arguments.bounds import check_bounds
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError, did_you_mean
+from ...data.text.packing import Sample
 from ...data.text.table import read_file
+from ...data.text.text_records import Instruction
 from . import perplexity, rouge
 from .harness_task import HarnessTask
-from .score import Render, Score, adds_special_tokens, find_end_token
+from .score import PromptFormat, Render, Score, adds_special_tokens, find_end_token
 from .text_generation import Decoding, complete_prompts
 
 
@@ -66,15 +68,18 @@ class DollyTask(CheckedFields):
 class PerplexityTask(CheckedFields):
     """Perplexity of texts: exp of the mean negative log-likelihood of a token.
 
+    The tokens are those of training, and those count that ``language.loss_on = "response"`` learns. With ``end`` the negative
+    log-likelihood is therefore the loss that the run reports for the same records.
+
     Attributes:
-        path: jsonl file with records.
+        path: jsonl file with records; one without a text is left out, as in training.
         text: column whose tokens count.
         instruction: column with an instruction that the text answers; the instruction is written as a prompt in the
             given format. None for texts without a prompt.
         input: column with the instruction's input, or None.
         context: maximum number of tokens of a row; longer rows are truncated on the right. None truncates nothing.
         end: whether the token that ends an answer in training counts: the end token of the tokenizer, or with
-            ``language.format = "chat"`` the token by which the chat template ends an answer.
+            ``language.format = "chat"`` the token by which the chat template ends an answer, and what it writes after it.
         batch_size: number of rows in a batch; the score does not depend on it.
         limit: number of records, from the first on; None takes all.
     """
@@ -100,26 +105,36 @@ class PerplexityTask(CheckedFields):
     def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
         """See :meth:`.score.ScoreTask.score`."""
         columns = [name for name in (self.text, self.instruction, self.input) if name is not None]
-        records = _read_records(self.path, columns, self.limit)
-        prompts, texts = [""] * len(records), [r[self.text] for r in records]
-        if self.instruction is not None:
-            inputs = [""] * len(records) if self.input is None else [r[self.input] for r in records]
-            prompts = [
-                format({"instruction": r[self.instruction], "input": record_input})
-                for r, record_input in zip(records, inputs, strict=True)
-            ]
-        adds_special = self.instruction is None or adds_special_tokens(format)
-        end_token = find_end_token(format, tokenizer) if self.end else None
+        # as in training, a record without a text is left out
+        records = [r for r in _read_records(self.path, columns, self.limit) if r[self.text].strip()]
+        end_token = find_end_token(format, tokenizer)
         if self.end and end_token is None:
             raise ConfigError("no token ends an answer in training, so none can count. Set end to false")
-        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, end_token, adds_special)
+        whole_rows = self._tokenize(records, tokenizer, format, end_token)
+        rows = [perplexity.cut_row(row, self.context, None if self.end else end_token) for row in whole_rows]
         likelihood = perplexity.measure_likelihood(model, rows, self.batch_size)
         decoding = "nothing generated: each token given all before it"
         decoding += "" if self.context is None else f", rows cut to {self.context} tokens"
         details: dict[str, Any] = {"nll": likelihood.nll, "tokens": likelihood.tokens}
-        end_text = None if end_token is None else tokenizer.convert_ids_to_tokens(end_token)
-        details |= {"records": len(records), "counted end token": end_text}
+        end_text = tokenizer.convert_ids_to_tokens(end_token) if self.end else None
+        details |= {"records": sum(map(perplexity.has_counted_token, rows)), "counted end token": end_text}
         return Score("perplexity", likelihood.perplexity, likelihood.tokens, decoding, details)
+
+    def _tokenize(
+        self, records: Sequence[dict[str, str]], tokenizer: Any, format: Render, end_token: int | None
+    ) -> list[Sample]:
+        """Tokens and labels of records, of any length."""
+        texts = [record[self.text] for record in records]
+        if self.instruction is None:
+            return perplexity.tokenize_texts(tokenizer, [""] * len(texts), texts, end_token)
+        instructions = [
+            Instruction(r[self.instruction], r[self.text], "" if self.input is None else r[self.input])
+            for r in records
+        ]
+        if isinstance(format, PromptFormat) and format.make_rows is not None:
+            return format.make_rows(instructions)
+        prompts = [format({"instruction": r.prompt, "input": r.input}) for r in instructions]
+        return perplexity.tokenize_texts(tokenizer, prompts, texts, end_token, adds_special_tokens(format))
 
 
 def _read_records(

@@ -17,6 +17,7 @@ from ...core.arguments.bounds import check_bounds
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
+from ...data.text.tokens import find_added_prefix
 from ...models.stateless import exchange_slots
 from ..base_model import find_end_tokens
 from ..optional_packages import import_library
@@ -183,20 +184,13 @@ def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, special_tokens: bool = True) -> list[int]:
-    """Tokenize a prompt, without an end token that the tokenizer appends.
+    """Tokenize a prompt as in training: with the tokens that the tokenizer writes before a text, and none after it.
 
-    A prompt that begins with the begin token, as from a chat template, gets no second one. An end token remains if the
-    prompt itself ends in it, or if it is the only token.
+    A prompt that begins with these tokens, as from a chat template, gets them once.
     """
-    begin_token: str | None = getattr(tokenizer, "bos_token", None)
-    adds_special = special_tokens and not (begin_token and prompt.startswith(begin_token))
-    tokens = list(tokenizer(prompt, add_special_tokens=adds_special)["input_ids"])
-    # text follows the prompt: a model would not continue it after an end token
-    if adds_special and len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:
-        plain_tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if not plain_tokens or plain_tokens[-1] != tokenizer.eos_token_id:
-            tokens.pop()
-    return tokens
+    tokens = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    prefix = find_added_prefix(tokenizer) if special_tokens else []
+    return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
 
 
 def _tokenize_prompt(tokenizer: Any, prompt: str, decoding: Decoding) -> list[int]:

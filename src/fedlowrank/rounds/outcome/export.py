@@ -157,7 +157,7 @@ def single_model(run: Run, info: ClientInfo, model: LocalModel) -> Params:
     if not model.is_one_model(_first(run.federation.clients[info.id].train.x)):
         raise ConfigError(
             f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
-            "of outputs), and no single module computes the same. Ensemble with mixed = 'weights' and "
+            "of outputs), and no single module computes the same. Ensemble with mix = 'weights', IFCA and "
             "FLoRAL infer by one."
         )
     return canonical(model.personal())
