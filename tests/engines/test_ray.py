@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from fedlowrank.core.errors import ConfigError, NonFiniteError
+from fedlowrank.core.errors import ConfigError, FedlowrankError, NonFiniteError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.data.pixels import Pixels
@@ -64,6 +64,14 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
+class UnluckyError(TaskError):
+    """An error of the user's, whose constructor takes something else than its message."""
+
+    def __init__(self, client: int) -> None:
+        super().__init__(f"client {client} is out of luck", python="Call help().", command="Type help.")
+        self.client = client
+
+
 @dataclasses.dataclass(frozen=True)
 class Deadly(FedAvg):
     """Fails at client 1: by an exception, or by the end of its process, once or always."""
@@ -75,6 +83,8 @@ class Deadly(FedAvg):
         if (view.info.id, view.round) == (1, 1):
             if self.how == "raise":
                 raise ValueError("no such thing")
+            if self.how == "package error":
+                raise UnluckyError(1)
             if self.how == "always" or not Path(self.note).exists():
                 Path(self.note).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -169,6 +179,26 @@ def test_an_exception_of_a_method_comes_out_with_its_text() -> None:
 
 @slow
 @pytest.mark.usefixtures("cluster")
+def test_an_error_of_the_package_is_that_of_the_sequential_engine() -> None:
+    errors = []
+    for engine in (Sequential(), Ray()):
+        run = Run(Deadly(how="package error"), small_federation(False), RunSettings(rounds=2), engine)
+        run.step()
+        with pytest.raises(FedlowrankError) as raised:
+            run.step()
+        errors.append(raised.value)
+        engine.close()
+    expected, actual = errors
+    assert type(actual) is type(expected) is UnluckyError
+    assert str(actual) == str(expected)
+    assert vars(actual) == vars(expected)
+    # the traceback of the worker is still at hand
+    assert isinstance(actual.__cause__, WorkerError)
+    assert "in local_update" in str(actual.__cause__)
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_clients_of_a_worker_that_dies_are_run_again(
     workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -181,6 +211,30 @@ def test_clients_of_a_worker_that_dies_are_run_again(
     (warning,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
     assert "of its clients are run again" in warning
     assert "process " in warning
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_that_was_dead_before_it_got_clients_did_not_die_with_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # a second death with the same clients would end the run
+    monkeypatch.setattr(ray_cluster, "MAX_ATTEMPTS", 2)
+    submit, submitted = ray_cluster._submit, []
+
+    def kill_all_workers(pool: Any, block: Any) -> None:
+        submit(pool, block)
+        submitted.append(block)
+        if len(submitted) == 2:
+            # the first worker's clients go to the second one before Ray has noticed its death
+            for worker in pool.owners:
+                os.kill(int(worker.location.split()[1]), signal.SIGKILL)
+
+    monkeypatch.setattr(ray_cluster, "_submit", kill_all_workers)
+    with caplog.at_level("WARNING", logger="fedlowrank.engines"):
+        actual = run_to_end(FedAvg(), Ray())
+    assert len([r for r in caplog.records if "died" in r.getMessage()]) == 2
+    assert has_same_end(actual, run_to_end(FedAvg(), Sequential()))
 
 
 @slow

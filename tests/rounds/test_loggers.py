@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedlowrank import Federation, simulate
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.results.scalars import list_scalars
@@ -185,6 +185,49 @@ def test_rounds_without_a_logger_are_caught_up(name: str, tmp_path: Path) -> Non
     run(str(folder), log=(), rounds=4, resume=True)
     actual = run(str(folder), log=(name,), rounds=6, resume=True)
     assert_logged(READERS[name](folder), actual.rounds)
+
+
+def test_a_target_that_fails_stops_the_run_which_goes_on_without_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "run"
+
+    def fill_disk(record: RoundRecord) -> None:
+        if record.round == 2:
+            (event_file,) = (folder / "tensorboard").iterdir()
+            event_file.unlink()
+            event_file.symlink_to("/dev/full")
+
+    with pytest.raises(CheckpointError, match=r"log: tensorboard failed: OSError: .*No space left") as error:
+        run(str(folder), log=("tensorboard",), on_round=fill_disk)
+    assert "resume=True, log=()" in str(error.value)
+    assert "`fedlowrank resume RUN run.log=[]`" in error.value.for_command
+    actual = run(str(folder), log=(), resume=True)
+    assert [r.untimed() for r in actual.rounds] == [r.untimed() for r in run(None).rounds]
+
+
+def test_a_target_that_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    close = SummaryWriter.close
+
+    def fail(writer: SummaryWriter) -> None:
+        close(writer)
+        raise OSError("no connection")
+
+    def interrupt(record: RoundRecord) -> None:
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SummaryWriter, "close", fail)
+    with pytest.raises(CheckpointError, match=r"log: tensorboard failed: OSError: no connection\. Go on"):
+        run("finished", log=("tensorboard",), rounds=1)
+    # an error of the run itself stays the one that is raised
+    with caplog.at_level(logging.WARNING, logger="fedlowrank"), pytest.raises(KeyboardInterrupt):
+        run("interrupted", log=("tensorboard",), on_round=interrupt)
+    assert "run.log: tensorboard cannot be closed: OSError: no connection" in caplog.messages
 
 
 def test_mlflow_has_every_number_of_a_round_that_is_repeated_with_more(tmp_path: Path) -> None:

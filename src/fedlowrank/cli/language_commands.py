@@ -16,7 +16,7 @@ from ..config.reading.merging import parse_overrides
 from ..config.reading.parsing import build
 from ..config.stored_run import find_typed_client, open_run
 from ..core.errors import ConfigError, TaskError, did_you_mean
-from ..core.io.atomic_files import write_json
+from ..core.io.atomic_files import as_checkpoint_error, write_json
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.text.chat.chat_template import ChatTemplate
@@ -48,6 +48,10 @@ def score(
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
+    if out is not None:
+        # scoring takes minutes, so an output that cannot be written is refused first
+        with as_checkpoint_error(f"cannot make {out.parent}"):
+            out.parent.mkdir(parents=True, exist_ok=True)
     run = open_language_run(folder, best, allow_code)
     results = scores(run, scorer, models)
     title = f"{task}, {run.method.title}, after round {run.round}"

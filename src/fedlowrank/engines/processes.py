@@ -158,7 +158,7 @@ class ForkedWorker:
             raise self._died() from error
         if "failed" in header:
             failure = WorkerError(f"a worker process failed:\n{header['failed']}")
-            if (package_error := _restore_error(header["error"])) is not None:
+            if (package_error := restore_worker_error(header["error"])) is not None:
                 raise package_error from failure
             raise failure
         return header, payloads
@@ -194,12 +194,12 @@ def _answer(duplex_pipe: DuplexPipe, serve: Serve, parent_pid: int) -> None:
         try:
             answer = serve(header, payloads)
         except Exception as error:  # noqa: BLE001 - the parent raises what the method raised
-            answer = {"failed": traceback.format_exc(), "error": _describe_error(error)}, []
+            answer = {"failed": traceback.format_exc(), "error": describe_worker_error(error)}, []
         with contextlib.suppress(BrokenPipeError):
             duplex_pipe.send(*answer)
 
 
-def _describe_error(error: Exception) -> list[Any] | None:
+def describe_worker_error(error: Exception) -> list[Any] | None:
     """Describe an error of the package by its class, arguments and attributes; None for any other error."""
     if not isinstance(error, FedlowrankError):
         return None
@@ -209,8 +209,8 @@ def _describe_error(error: Exception) -> list[Any] | None:
     return [type(error).__module__, type(error).__qualname__, list(error.args), vars(error)]
 
 
-def _restore_error(description: list[Any] | None) -> FedlowrankError | None:
-    """Inverse of :func:`_describe_error`; None if there is no description or this process lacks the class."""
+def restore_worker_error(description: list[Any] | None) -> FedlowrankError | None:
+    """Inverse of :func:`describe_worker_error`; None if there is no description or this process lacks the class."""
     if description is None:
         return None
     module, name, args, attributes = description

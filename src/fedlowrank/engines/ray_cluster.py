@@ -32,7 +32,7 @@ from ..core.contract import AnyMethod, Task
 from ..core.errors import ConfigError
 from ..data.federation import Federation
 from .engine import ClientJob, ClientResult, Engine
-from .processes import WorkerError, decode_result
+from .processes import WorkerError, decode_result, restore_worker_error
 from .ray_pool import RayActor, RayPool, connect, import_ray
 from .ray_worker import encode_partition, share
 
@@ -43,7 +43,7 @@ MAX_WINDOWS = 3
 """Maximum number of windows in progress, so that no worker waits and the memory of the driver is bounded."""
 
 MAX_ATTEMPTS = 4
-"""Maximum number of times that a block is run when workers die, before the run fails."""
+"""Number of workers that may die with the same block before the run fails."""
 
 MAX_STORED_DOWNLOADS = 8
 """Maximum number of downloads that stay in the object store, because the next clients may get the same ones."""
@@ -63,14 +63,16 @@ class _ClientBlock:
         indices: indices of the clients in the window.
         arguments: arguments of :meth:`.ray_worker.RayWorker.train`.
         worker: actor that trains the clients.
+        probe: the worker's probe when it got the block.
         task: references to the results.
-        attempts: number of times that the block was submitted.
+        attempts: number of workers that died after they got the block.
     """
 
     partition: int
     indices: list[int]
     arguments: tuple[Any, ...]
     worker: RayActor | None = None
+    probe: Any = None
     task: Any = None
     attempts: int = 0
 
@@ -191,7 +193,8 @@ class Ray(Engine):
 
 
 def _submit(pool: RayPool, block: _ClientBlock) -> None:
-    block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
+    block.worker = pool.owners[block.partition]
+    block.probe = block.worker.probe
     # arguments and results are passed separately, so that small ones are sent with the call and not through
     # object stores
     train = block.worker.actor.train.options(num_returns=1 + len(block.indices))
@@ -222,7 +225,9 @@ def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_Cl
     """Wait for the answers of a block; blocks of a worker that died are run again.
 
     Raises:
-        WorkerError: if a client's training failed, or if no worker is left to run it.
+        FedlowrankError: the error of the package that a client's training raised, caused by a :class:`.WorkerError`
+            with the traceback.
+        WorkerError: if a client's training raised another error, or if no worker is left to run it.
     """
     ray = import_ray()
     while True:
@@ -234,7 +239,11 @@ def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_Cl
             _run_again(pool, block, in_progress, error)
             continue
         if failure is not None:
-            raise WorkerError(f"a worker of the Ray cluster failed:\n{failure}")
+            traceback_text, description = failure
+            worker_error = WorkerError(f"a worker of the Ray cluster failed:\n{traceback_text}")
+            if (package_error := restore_worker_error(description)) is not None:
+                raise package_error from worker_error
+            raise worker_error
         return answers
 
 
@@ -250,6 +259,9 @@ def _run_again(
         "ray: worker %d (%s) died; %d of its clients are run again: %s",
         dead_worker.number, dead_worker.location, sum(len(b.indices) for b in lost_blocks), reason,
     )  # fmt: skip
+    for lost_block in lost_blocks:
+        # a worker that was already dead when it got the block does not count: several may die at once
+        lost_block.attempts += pool.has_answered(lost_block.probe)
     if block.attempts >= MAX_ATTEMPTS:
         raise WorkerError(
             f"workers of the Ray cluster died {MAX_ATTEMPTS} times while they trained clients "

@@ -67,13 +67,14 @@ class RayActor:
     Attributes:
         number: index of the actor's first partition.
         actor: handle of a :class:`.ray_worker.RayWorker`.
-        started: reference to the result of ``describe_location``, which is ready once the worker has its data.
+        probe: reference to the result of the last call of ``describe_location``. The first result is ready once the
+            worker has its data; a later one shows that the worker lived when another worker died.
         location: process and machine of the worker; empty until it has started.
     """
 
     number: int
     actor: Any
-    started: Any
+    probe: Any
     location: str = ""
 
 
@@ -110,7 +111,7 @@ class RayPool:
         self._partitions = [ray.put(p) for p in partitions]
         self.owners: list[RayActor] = []
         self._starting = [self._start(k) for k in range(len(self._partitions))]
-        ray.wait([w.started for w in self._starting], num_returns=len(self._starting), timeout=START_SECONDS)
+        ray.wait([w.probe for w in self._starting], num_returns=len(self._starting), timeout=START_SECONDS)
         self._await_workers()
 
     def _start(self, number: int) -> RayActor:
@@ -121,7 +122,7 @@ class RayPool:
         """Wait until at least one worker has started."""
         failure = self.admit_started()
         while not self.owners:
-            start_references = [w.started for w in self._starting]
+            start_references = [w.probe for w in self._starting]
             if not start_references and failure:
                 raise WorkerError(
                     "no worker of the Ray cluster could start. Python, fedlowrank and code of your own must "
@@ -145,11 +146,11 @@ class RayPool:
         """
         failure, new_workers = "", list[RayActor]()
         for worker in list(self._starting):
-            if not self._ray.wait([worker.started], timeout=0)[0]:
+            if not self._ray.wait([worker.probe], timeout=0)[0]:
                 continue
             self._starting.remove(worker)
             try:
-                worker.location = self._ray.get(worker.started)
+                worker.location = self._ray.get(worker.probe)
                 new_workers.append(worker)
             except self._ray.exceptions.RayError as error:
                 failure = str(error)
@@ -181,10 +182,23 @@ class RayPool:
             self.owners = []
             self._await_workers()
             return
+        for worker in live_workers:
+            # Ray may not have noticed yet that this worker is dead, too
+            worker.probe = worker.actor.describe_location.remote()
         for k, owner in enumerate(self.owners):
             if owner is dead_worker:
                 self.owners[k] = min(live_workers, key=self.owners.count)
                 self.owners[k].actor.adopt.remote(self._partitions[k])
+
+    def has_answered(self, probe: Any) -> bool:
+        """Whether a worker has answered a probe: one that was dead before, or is still busy, has not."""
+        if not self._ray.wait([probe], timeout=0)[0]:
+            return False
+        try:
+            self._ray.get(probe)
+        except self._ray.exceptions.RayError:
+            return False
+        return True
 
     def close(self) -> None:
         """Stop all workers."""

@@ -17,7 +17,7 @@ from ..core.contract.model import without_data
 from ..data.dataset import ClientData, Examples, Stored
 from ..data.federation import Federation
 from ..data.pixels import Pixels
-from .processes import train_client
+from .processes import describe_worker_error, train_client
 from .sequential import Sequential
 
 
@@ -146,7 +146,8 @@ class RayWorker:
             payloads: encoded state of each client, followed by the encoded downloads.
 
         Returns:
-            The traceback of a failure or None, followed by the answer of :func:`.processes.train_client` for each client.
+            None, followed by the answer of :func:`.processes.train_client` for each client; or after a failure its
+            traceback and the description of its error, followed by None for each client.
         """
         states, downloads = payloads[: len(client_ids)], payloads[len(client_ids) :]
         try:
@@ -165,5 +166,5 @@ class RayWorker:
                 for client_id, index, state in zip(client_ids, download_indices, states, strict=True)
             ]
             return [None, *answers]
-        except Exception:  # noqa: BLE001 - the driver raises an error with this traceback
-            return [traceback.format_exc()] + [None] * len(client_ids)
+        except Exception as error:  # noqa: BLE001 - the driver raises what the method raised
+            return [(traceback.format_exc(), describe_worker_error(error))] + [None] * len(client_ids)

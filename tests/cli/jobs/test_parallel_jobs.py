@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,38 @@ def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(
         assert record.status["message"] == "interrupted"
         assert 2 <= record.status["rounds"] == record.rounds[-1].round < 2000
     assert len(run_folders([Path("runs/small")])) == 2
+
+
+@pytest.mark.full
+def test_a_parent_that_dies_interrupts_its_worker() -> None:
+    (Path() / "own.py").write_text(OWN)
+    made = ExperimentConfig.read(Path(write(Path())), ["run.rounds=2000"])
+    (planned_run,) = plan_runs(made, ["own:Slow"], [0], (), Path("out"))
+    # as in a command that a script has started in the background
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        worker = parallel.RunWorker()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+    def die(event: Event) -> None:
+        if event.get("round") == 2:
+            # what the end of the process does: the worker may write before it reads
+            worker._answers.close()
+            time.sleep(0.5)
+            worker._requests.close()
+            raise SystemExit
+
+    try:
+        with pytest.raises(SystemExit):
+            worker.run(planned_run, False, die)
+        assert worker.process.wait(30) == 0
+    finally:
+        worker.process.kill()
+        worker.close()
+    record = RunRecord.load(planned_run.folder)
+    assert record.status["message"] == "interrupted"
+    assert 2 <= record.status["rounds"] == record.rounds[-1].round < 2000
 
 
 def test_a_number_of_jobs_below_one(capsys: Capsys) -> None:

@@ -1,6 +1,9 @@
 """Event files, read back with TensorBoard's own reader."""
 
+import resource
+import signal
 import sys
+import threading
 import warnings
 
 import pytest
@@ -51,3 +54,23 @@ def test_missing_tensorboard_names_the_extra(make_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"fedlowrank\[tensorboard\]"):
         export_tensorboard(make_run("a"), tmp_path)
+
+
+def test_an_error_of_the_disk_is_raised_and_not_printed_by_a_thread(make_run, tmp_path):
+    """Pytest fails a test in which a thread ends by an error."""
+    pytest.importorskip("tensorboard")
+    run = make_run("a")
+    # a file of more bytes than the limit cannot be written, as on a full disk
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+        with pytest.raises(OSError, match="File too large"):
+            export_tensorboard(run, tmp_path / "events")
+        # the thread ends by the error, too
+        for thread in set(threading.enumerate()) - {threading.current_thread()}:
+            if "tensorboard" in type(thread).__module__:
+                thread.join(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)

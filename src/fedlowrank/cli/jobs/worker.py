@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -26,6 +27,8 @@ from .parallel import Event
 
 def main() -> None:
     """Execute one run after the other until the standard input is closed, which interrupts the current run."""
+    # interrupt_main needs this handler; a script that starts the command in the background has SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # separate from the standard streams, to which libraries print and which forked processes close
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null_file = os.open(os.devnull, os.O_RDONLY)
@@ -54,8 +57,8 @@ class _Worker:
         self._last: tuple[Any, Any, Any] = (None, None, None)
 
     def send(self, event: Event) -> None:
-        """Send a line to the parent."""
-        with self._lock:
+        """Send a line to the parent, unless it has died: that closes the standard input, too, which interrupts the run."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
             self._answers.write(json.dumps(event).encode() + b"\n")
             self._answers.flush()
 

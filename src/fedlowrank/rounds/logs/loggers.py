@@ -6,8 +6,10 @@ Loggers read only records, so they never change a result.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -15,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...core.errors import CheckpointError, ConfigError
+from ...core.errors import CheckpointError, ConfigError, FedlowrankError
 from ...core.io.atomic_files import as_checkpoint_error
 from ...results.records import RoundRecord
 from ...results.scalars import list_scalars
@@ -109,9 +111,22 @@ def forget_targets(folder: Path) -> None:
 def summary_writer(folder: Path, **options: Any) -> Any:
     """Make a ``SummaryWriter`` of TensorBoard; raises ConfigError if it is not installed."""
     module = import_logger("tensorboard")
+    _hide_errors_of_writer_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return module.SummaryWriter(log_dir=str(folder), **options)
+
+
+@functools.cache
+def _hide_errors_of_writer_threads() -> None:
+    """Print no traceback of the threads that write TensorBoard's files: the writer raises their errors in its caller."""
+    print_error = threading.excepthook
+
+    def print_other_error(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+            print_error(args)
+
+    threading.excepthook = print_other_error
 
 
 class Logger(Callback, ABC):
@@ -144,14 +159,31 @@ class Logger(Callback, ABC):
             for record in records:
                 values = self._scalars(record)
                 if record.round in missing_rounds:
-                    self.write(values, record.round)
+                    self._write(values, record.round)
         except Exception:
             self.on_run_end(False)
             raise
 
     def __call__(self, record: RoundRecord) -> None:
-        """Write the numbers of a round."""
-        self.write(self._scalars(record), record.round)
+        """Write the numbers of a round.
+
+        Raises:
+            CheckpointError: if the target fails; the message says how the run goes on without it.
+        """
+        self._write(self._scalars(record), record.round)
+
+    def on_run_end(self, finished: bool) -> None:
+        """Close the target; of a run that has failed, the error of the run stays the one that is raised.
+
+        Raises:
+            CheckpointError: if the target of a finished run fails.
+        """
+        try:
+            self.close(finished)
+        except Exception as error:
+            if finished:
+                raise self._failure(error) from error
+            logger.warning("run.log: %s cannot be closed: %s: %s", self.name, type(error).__name__, error)
 
     @abstractmethod
     def open(self, rounds: Sequence[int]) -> Collection[int]:
@@ -162,8 +194,27 @@ class Logger(Callback, ABC):
         """Write the numbers of a round, by tag."""
 
     @abstractmethod
-    def on_run_end(self, finished: bool) -> None:
-        """Close the target if it was opened."""
+    def close(self, finished: bool) -> None:
+        """Close the target if it was opened.
+
+        Args:
+            finished: whether the run reached its end.
+        """
+
+    def _write(self, values: Mapping[str, float], round: int) -> None:
+        try:
+            self.write(values, round)
+        except FedlowrankError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"run.log: {self.name} failed: {type(error).__name__}: {error}.",
+            python="Go on without it by simulate(..., resume=True, log=()).",
+            command="Go on without it by `fedlowrank resume RUN run.log=[]`.",
+        )
 
     def _scalars(self, record: RoundRecord) -> dict[str, float]:
         values = list_scalars(record, self.clients, self._bytes)
@@ -210,7 +261,7 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(tag, value, round)
         self._writer.flush()
 
-    def on_run_end(self, finished: bool) -> None:
+    def close(self, finished: bool) -> None:
         """Close the event file."""
         del finished
         if hasattr(self, "_writer"):
@@ -247,7 +298,7 @@ class WandbLogger(Logger):
         self._run.log(dict(values), step=round, commit=True)
         self._keep(self._LAST_ROUND, round)
 
-    def on_run_end(self, finished: bool) -> None:
+    def close(self, finished: bool) -> None:
         """Finish the run, as failed if it did not reach its end."""
         if hasattr(self, "_run"):
             self._run.finish(exit_code=0 if finished else 1)
@@ -317,7 +368,7 @@ class MlflowLogger(Logger):
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def on_run_end(self, finished: bool) -> None:
+    def close(self, finished: bool) -> None:
         """Set the status of the run."""
         if hasattr(self, "_id"):
             self._client.set_terminated(self._id, status="FINISHED" if finished else "FAILED")
