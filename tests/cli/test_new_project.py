@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +50,32 @@ def test_a_project_runs_at_once(capsys: Capsys, monkeypatch: pytest.MonkeyPatch)
     assert len(own) == 3
     for test in own:
         test()
+
+
+@pytest.mark.parametrize("full_file", [f"test_{NAME}.py", "__init__.py", "data.npz"])
+def test_a_project_on_a_full_disk_leaves_no_folder(
+    full_file: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    write_text, savez = Path.write_text, np.savez
+
+    def write(path: Path, *arguments: Any, **more: Any) -> int:
+        if path.name == full_file:
+            raise full
+        return write_text(path, *arguments, **more)
+
+    def save(path: Path, **arrays: Any) -> None:
+        Path(path).touch()
+        if full_file == "data.npz":
+            raise full
+        savez(path, **arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write)
+        patch.setattr(np, "savez", save)
+        assert f"cannot make {NAME}: No space left on device" in refused(capsys, "new", NAME)
+    assert not Path(NAME).exists()
+    done(capsys, "new", NAME)
 
 
 def test_nothing_is_overwritten(capsys: Capsys) -> None:

@@ -320,6 +320,41 @@ def test_a_finished_run_that_is_resumed_keeps_its_results(
     assert count_logged(caplog, "clients that come within 30 s (network.wait) are told so") == 2
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_server_that_was_killed_while_it_told_of_the_end_ends_its_run(
+    is_back: bool, tmp_path: Path
+) -> None:
+    """The clients that have their models have ended, so fewer than network.min_clients come back."""
+    made, out = small("scaffold", rounds=2, network={"wait": 5.0}), tmp_path / "run"
+    carrier = local(made, tmp_path)
+
+    def act(there: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 3 and client == 2:
+            raise Killed
+
+    carrier.fault = fault_on_orders(act)
+    with pytest.raises(Killed):
+        serve_run(carrier, made, out)
+    assert RunRecord.load(out).status["state"] != "finished"
+    carrier.fault, carrier.away = intact, {100, 101} if is_back else {100, 101, 102}
+    trained = len(carrier.trained)
+    if is_back:
+        result = serve_run(carrier, made, out, resume=True)
+        # the last evaluations of the others were not on the server's disk
+        assert assert_equals_sequential_run(result, carrier, made) == {(2, 0), (2, 1)}
+    else:
+        with pytest.raises(RunIsOverError, match="is finished, and no client came within 5 s"):
+            serve_run(carrier, made, out, resume=True)
+    assert RunRecord.load(out).status == {"state": "finished", "rounds": 2, "message": ""}
+    models = {p.parts[-4] for p in tmp_path.glob("client-*/*/model/model.safetensors")}
+    assert models == {"client-0", "client-1", *(["client-2"] if is_back else [])}
+    # those that come later get their evaluations recorded, too
+    carrier.away = set()
+    result = serve_run(carrier, made, out, resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
+    assert len(carrier.trained) == trained
+
+
 @pytest.mark.full
 def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 1})

@@ -126,6 +126,26 @@ def test_one_sync_of_a_file_and_one_of_the_folder(tmp_path: Path, monkeypatch: p
     assert len(synced) == 2
 
 
+@pytest.mark.parametrize("opening", [1, 2], ids=["table of contents", "state"])
+def test_a_checkpoint_that_a_running_run_replaces_while_it_is_read(
+    opening: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, openings = write(tmp_path, 1, rounds=5), 0
+    open_file = Path.open
+
+    def open_after_next_round(path: Path, *arguments: Any) -> Any:
+        nonlocal openings
+        openings += path.name == "000004.checkpoint"
+        if path.name == "000004.checkpoint" and openings == opening:
+            checkpoint.save(folder, 5, *HISTORY[5])
+        return open_file(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", open_after_next_round)
+    assert_is(folder, 5)
+    assert not (folder / "000004.checkpoint").exists()
+    assert caplog.messages == []
+
+
 def test_a_round_that_is_not_kept_is_refused_with_those_that_are(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
     with pytest.raises(
@@ -165,6 +185,27 @@ def test_a_damaged_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> Non
         checkpoint.go_back(folder, 3)
     assert_is(folder, 5)
     checkpoint.go_back(folder, 4)
+    assert_is(folder, 4)
+
+
+def test_a_damaged_last_checkpoint_is_gone_back_from(tmp_path: Path) -> None:
+    folder = write(tmp_path, 3)
+    last = folder / "000005.checkpoint"
+    last.write_bytes(last.read_bytes()[:50])
+    with pytest.raises(
+        CheckpointError, match=r"000005.* remove it to go on from 000004\.checkpoint\.$"
+    ) as raised:
+        checkpoint.load(folder)
+    assert raised.value.for_command.endswith(
+        "or go back to the checkpoint before it (fedlowrank resume RUN --round 4)."
+    )
+    with pytest.raises(CheckpointError, match="after rounds 3, 4, and none after round 5"):
+        checkpoint.go_back(folder, 5)
+    assert last.exists()
+    assert checkpoint.has_later(folder, 4)
+    checkpoint.go_back(folder, 4)
+    assert not last.exists()
+    assert not checkpoint.has_later(folder, 4)
     assert_is(folder, 4)
 
 

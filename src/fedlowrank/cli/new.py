@@ -7,6 +7,7 @@ import keyword
 import re
 import runpy
 import shlex
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def new(path: Path) -> int:
 
     Raises:
         ConfigError: if Python could not import the name, or another package has it.
-        CheckpointError: if the folder exists or cannot be written.
+        CheckpointError: if the folder exists or cannot be written; a new folder is then removed.
     """
     name = choose_name(path.name)
     folder = path.with_name(name) if path.name else path
@@ -35,19 +36,29 @@ def new(path: Path) -> int:
         raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True)
-        for source in (files(__package__) / "project").iterdir():
-            if source.name.endswith(ENDING):
-                target = folder / source.name.removesuffix(ENDING).replace("NAME", name)
-                target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
-        (folder / "__init__.py").write_text(f'"""The project {name}."""\n', encoding="utf-8")
-    # as `python NAME/data.py` does
-    runpy.run_path(str(folder / "data.py"), run_name="__main__")
+        try:
+            _write_project(folder, name)
+        except BaseException:
+            # a part of a project is of no use, and would be in the way of the next attempt
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     if name != path.name:
         OUT.print(f"{path.name!r} is no name of a Python package, so the folder is {name}", style="yellow")
     OUT.print(f"made {folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
     prefix = "" if folder.parent == Path() else f"cd {shlex.quote(str(folder.parent))} && "
     OUT.print(f"next: {prefix}fedlowrank compare {name}/experiment.toml", soft_wrap=True)
     return 0
+
+
+def _write_project(folder: Path, name: str) -> None:
+    """Write the files of a project into an empty folder."""
+    for source in (files(__package__) / "project").iterdir():
+        if source.name.endswith(ENDING):
+            target = folder / source.name.removesuffix(ENDING).replace("NAME", name)
+            target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
+    (folder / "__init__.py").write_text(f'"""The project {name}."""\n', encoding="utf-8")
+    # as `python NAME/data.py` does
+    runpy.run_path(str(folder / "data.py"), run_name="__main__")
 
 
 def choose_name(text: str) -> str:

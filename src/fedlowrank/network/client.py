@@ -86,6 +86,15 @@ MODEL_FILE = "model.safetensors"
 REJECTION_FILE = "rejected.txt"
 """Name of the file in a client's folder with the server's reason for rejecting the client."""
 
+FOLDER_PROBLEM = "its folder cannot be read or written"
+"""Start of the reason for which a client does not execute an order, and of a line of its node's log."""
+
+MODEL_ADVICE = (
+    "The run is over, and this client has not written its model. Free space or mend the folder, keep `fedlowrank join` "
+    "running, and ask the server's operator for `fedlowrank serve ... --resume`: this client then writes its model."
+)
+"""Advice for a client whose folder fails at the end of the run."""
+
 MAX_RELEASES_OF_ROUND = 100
 """Largest number of releases of one round that a client believes, because each takes a line of its privacy ledger."""
 
@@ -571,7 +580,9 @@ class ClientRuntime:
             )
             return dataclasses.replace(reply, problem=f"{expected}: {self.explain(error)}", kind="state"), b""
         except CheckpointError as error:
-            reason = f"its folder cannot be read or written: {self.explain(error)}"
+            # `join` prints this line of the node's log, because the audit log may be on the same full disk
+            logger.error("%s: %s%s", FOLDER_PROBLEM, error, f" {MODEL_ADVICE}" if order.last else "")
+            reason = f"{FOLDER_PROBLEM}: {self.explain(error)}"
             return dataclasses.replace(reply, problem=reason, kind="disk"), b""
 
     def explain(self, error: BaseException) -> str:
@@ -615,7 +626,8 @@ class ClientRuntime:
         is_old = order.round + 1 < last_round and order.stamp in (0, *memory.stamps)
         if order.branch < branch or (order.branch == branch and is_old):
             raise RefusedOrderError(
-                f"an order of round {order.round + 1} came when one of round {last_round} had been answered"
+                f"an order of round {order.round + 1} came when one of round {last_round} had been answered. If the server's "
+                f"folder was restored from a copy, its operator continues by `fedlowrank resume RUN --round {order.round}`"
             )
         run_requests = allowance.of(run)
         adds_training = order.train or order.last

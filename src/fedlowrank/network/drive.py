@@ -31,6 +31,7 @@ from ..rounds.setup.schedules import check_schedules
 from ..rounds.simulate import run_description, threads
 from ..storage.checkpoint import rounds_kept
 from ..storage.digest import digest_of
+from ..storage.lock import exclusive
 from ..storage.run_files import read_clients, read_config
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
@@ -91,7 +92,7 @@ def drive(
 
     Raises:
         NetworkError: if too few clients register or reply.
-        RunIsOverError: if the run to resume was finished, and no client came that had not heard of its end.
+        RunIsOverError: if the run to resume has no round left, and no client came that had not heard of its end.
         PausedError: if the clients' validation fell by more than ``network.max_fall``.
         FedlowrankError: if the experiment, the folder and the clients do not match.
     """
@@ -125,6 +126,8 @@ def drive(
             )
     else:
         check_schedules(method, protocol.rounds)
+    # a server that was killed while it told its clients of the end has no round left, either
+    is_over = was_finished or (resume and rounds_kept(run_path / "checkpoint")[-1] >= protocol.rounds)
     min_registered = settings.min_registered(client_count - len(account.excluded))
     check_secure_start(protocol, client_count, min_registered, member_keys)
     if protocol.secure.on:
@@ -137,7 +140,7 @@ def drive(
         limits.examples_ratio,
         promised,
         account.excluded,
-        [*account.clients] if was_finished else None,
+        [*account.clients] if is_over else None,
     )
     registry.restore(account.clients)
     account.paused = ""
@@ -150,7 +153,7 @@ def drive(
         signer=signer,
         member_keys=member_keys,
     )
-    if was_finished:
+    if is_over:
         _wait_for_late_clients(engine, len(account.clients.keys() - account.excluded.keys()), run_path)
     else:
         _wait_for_start(engine, min_registered)
@@ -299,7 +302,11 @@ def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
 
 
 def _wait_for_late_clients(engine: NetworkEngine, min_clients: int, run_path: Path) -> None:
-    """Wait for clients of a finished run that did not hear of its end; raises RunIsOverError if none comes."""
+    """Wait for clients of a run without further rounds that did not hear of its end.
+
+    Raises:
+        RunIsOverError: if none comes; the run's status is then "finished".
+    """
     seconds = engine.settings.wait
     logger.info(
         "the run in %s is finished: clients that come within %g s (network.wait) are told so, and write their models",
@@ -307,6 +314,10 @@ def _wait_for_late_clients(engine: NetworkEngine, min_clients: int, run_path: Pa
         seconds,
     )
     if not _wait_for_same_form(engine, min_clients):
+        folder = RunFolder(run_path, {}, [])
+        if not folder.is_finished():
+            with exclusive(run_path):
+                folder.status("finished", rounds_kept(run_path / "checkpoint")[-1])
         raise RunIsOverError(f"the run in {run_path} is finished, and no client came within {seconds:g} s")
 
 

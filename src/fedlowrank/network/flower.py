@@ -39,7 +39,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from ..config.experiment import ExperimentConfig
-from ..core.errors import ConfigError, DataError, FedlowrankError, ResumeRefusedError
+from ..core.errors import CheckpointError, ConfigError, DataError, FedlowrankError, ResumeRefusedError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..core.io.private_files import private_umask
 from ..rounds.simulate import threads
@@ -80,6 +80,9 @@ ERROR_MEANINGS = {
     8: "its client crashed",
 }
 """Texts for Flower's error codes, because Flower's own reason may be blank."""
+
+UNLOGGED_REASON = "its audit log cannot be written"
+"""The only reason of an error that leaves a site without a line in its audit log."""
 
 ORDER_TYPE = "train.order"
 """Flower's type of messages that have a payload."""
@@ -250,6 +253,8 @@ def make_error_reply(
 ) -> FlowerMessage:
     """Make an error reply whose reason contains none of the client's data.
 
+    The reason is in the site's audit log before it leaves. If the log cannot be written, it is :data:`UNLOGGED_REASON`.
+
     Args:
         message: message that is answered.
         error: error because of which there is no reply.
@@ -260,13 +265,17 @@ def make_error_reply(
         logger.info("refused: %s", error)
         reason = f"refused: {error}"
     else:
-        logger.error("failed", exc_info=error)
+        logger.error("failed: %s: %s", type(error).__name__, to_one_line(str(error)), exc_info=error)
         reason = type(error).__name__
         # without a folder there is no log for the text
         with contextlib.suppress(ConfigError, DataError):
             reason = explain_error_at(folder_of(), error)
-    with contextlib.suppress(FedlowrankError):
-        SiteAudit(folder_of() / AUDIT_FILE).log_reply("error", reason, b"")
+    with contextlib.suppress(ConfigError, DataError):
+        try:
+            SiteAudit(folder_of() / AUDIT_FILE).log_reply("error", to_one_line(reason), b"")
+        except CheckpointError as audit_error:
+            logger.error("no reason is sent: %s", audit_error)
+            reason = UNLOGGED_REASON
     return FlowerMessage(Error(code, to_one_line(reason)), reply_to=message)
 
 
@@ -363,7 +372,7 @@ def _serve(grid: Grid, context: Context) -> None:
             logger.info("%s", note)
         except FedlowrankError as error:
             kind = "refused" if isinstance(error, ResumeRefusedError) else "error"
-            logger.error("%s: %s", kind, error)
+            logger.error("%s: %s", kind, error.for_command)
             raise
         logger.info("finished")
 

@@ -35,6 +35,9 @@ KEPT, STATES = ".checkpoint", ".states"
 _LENGTH = 8
 """Bytes of the size of the table of contents."""
 
+MAX_READS = 10
+"""Number of times that a folder is read when its files vanish: a run that goes on replaces its former checkpoints."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -126,13 +129,14 @@ class _Contents:
         checkpoints = self.kept
         for path, error in self.damaged.items():
             if path.suffix == KEPT and (not checkpoints or _round_of(path) > checkpoints[-1].round):
-                alternative = (
-                    f"remove it to go on from {checkpoints[-1].path.name}"
-                    if checkpoints
-                    else "train anew in another folder"
-                )
-                advice = f"Restore it from a copy, or {alternative}."
-                raise CheckpointError(f"{error}. {advice}") from error
+                python = command = "train anew in another folder."
+                if checkpoints:
+                    python = f"remove it to go on from {checkpoints[-1].path.name}."
+                    # clients of a network must be told that rounds are repeated
+                    command = f"go back to the checkpoint before it (fedlowrank resume RUN --round {checkpoints[-1].round})."
+                raise CheckpointError(
+                    f"{error}. Restore it from a copy, or", python=python, command=command
+                ) from error
         if not checkpoints:
             raise CheckpointError(
                 f"{self.folder} holds no checkpoint: the run was stopped before its first one"
@@ -289,6 +293,8 @@ def tidy(folder: Path, keep: int | None = None) -> None:
 def load(folder: Path, store: ClientStore | None = None, run_id: str | None = None) -> State:
     """Read the last checkpoint, and log a warning about damaged files that it does not need.
 
+    The run may go on: if it replaces this checkpoint by the next one while it is read, the next one is read.
+
     Args:
         folder: folder of the checkpoints.
         store: empty store for the states of clients; None for one that keeps all states in memory.
@@ -298,6 +304,16 @@ def load(folder: Path, store: ClientStore | None = None, run_id: str | None = No
         CheckpointError: if there is none, a file that it needs is missing or has another digest than when it was
             written, or a file belongs to another run; the message names the clients whose states are lost.
     """
+    for _ in range(MAX_READS - 1):
+        try:
+            return _load_once(folder, store, run_id)
+        except CheckpointError as error:
+            if not _has_vanished(error):
+                raise
+    return _load_once(folder, store, run_id)
+
+
+def _load_once(folder: Path, store: ClientStore | None, run_id: str | None) -> State:
     contents = _read_folder(folder)
     last_file = contents.last()
     for file in contents.files:
@@ -327,19 +343,30 @@ def exists(folder: Path) -> bool:
         return any(name.endswith(KEPT) for name in _list_names(folder))
 
 
-def rounds_kept(folder: Path) -> list[int]:
+def rounds_kept(folder: Path, require_last: bool = True) -> list[int]:
     """Rounds of the checkpoints whose table of contents can be read, ascending.
 
+    Args:
+        folder: folder of the checkpoints.
+        require_last: whether a damaged last checkpoint is an error, and not only left out.
+
     Raises:
-        CheckpointError: if there is no checkpoint or the last one is damaged.
+        CheckpointError: if there is no checkpoint that can be read, or the last one is damaged and required.
     """
     contents = _read_folder(folder)
-    contents.last()
+    if require_last or not contents.kept:
+        contents.last()
     return [file.round for file in contents.kept]
 
 
+def has_later(folder: Path, round: int) -> bool:
+    """Whether a folder holds a checkpoint after a round, which may be damaged."""
+    paths = (Path(name) for name in _list_names(folder))
+    return any(path.suffix == KEPT and _round_of(path) > round for path in paths)
+
+
 def go_back(folder: Path, round: int) -> None:
-    """Make an earlier checkpoint the last one, and remove the checkpoints after it.
+    """Make an earlier checkpoint the last one, and remove the checkpoints after it, which may be damaged.
 
     Args:
         folder: folder of the checkpoints.
@@ -349,7 +376,7 @@ def go_back(folder: Path, round: int) -> None:
         CheckpointError: if no checkpoint of that round is kept, or a file that it needs is missing or damaged;
             nothing has changed then.
     """
-    stored_rounds = rounds_kept(folder)
+    stored_rounds = rounds_kept(folder, require_last=False)
     if round not in stored_rounds:
         round_text = ", ".join(map(str, stored_rounds))
         raise CheckpointError(
@@ -357,7 +384,7 @@ def go_back(folder: Path, round: int) -> None:
             "of these; run.keep_checkpoints says how many later rounds keep."
         )
     contents = _read_folder(folder)
-    if round != stored_rounds[-1]:
+    if has_later(folder, round):
         (target_file,) = (file for file in contents.kept if file.round == round)
         contents.require_states(target_file)
         target_file.decode_server()
@@ -371,16 +398,24 @@ def go_back(folder: Path, round: int) -> None:
 
 
 def _read_folder(folder: Path) -> _Contents:
-    """Read the tables of contents of all files of a folder."""
-    with as_checkpoint_error(f"cannot read {folder}"):
-        paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
-    files, errors_by_path = [], {}
-    for path in sorted(paths):
-        try:
-            files.append(_read(path))
-        except CheckpointError as error:
-            errors_by_path[path] = error
+    """Read the tables of contents of all files of a folder, again if one of them has vanished since it was listed."""
+    for _ in range(MAX_READS):
+        with as_checkpoint_error(f"cannot read {folder}"):
+            paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
+        files, errors_by_path = list[_File](), dict[Path, CheckpointError]()
+        for path in sorted(paths):
+            try:
+                files.append(_read(path))
+            except CheckpointError as error:
+                errors_by_path[path] = error
+        if not any(map(_has_vanished, errors_by_path.values())):
+            break
     return _Contents(folder, sorted(files, key=lambda file: file.round), errors_by_path)
+
+
+def _has_vanished(error: CheckpointError) -> bool:
+    """Whether an error says that a file that was listed is no longer there."""
+    return isinstance(error.__cause__, FileNotFoundError)
 
 
 def _round_of(path: Path) -> int:

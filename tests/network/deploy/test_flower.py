@@ -18,6 +18,7 @@ pytest.importorskip("flwr")
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError
 from fedlowrank.engines import Sequential
 from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import find_free_port
@@ -26,6 +27,7 @@ from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.results.records import RunRecord
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage import checkpoint
+from fedlowrank.storage.lock import exclusive, is_in_use
 from tests.network.deployments import (
     COMMAND,
     CommandProcess,
@@ -172,3 +174,53 @@ def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
         "clientapp": "fedlowrank.network.flower:client",
     }
     assert made.run.rounds == 2
+
+
+def list_content(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, without its locks, which every command that asks for one opens."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("locked", ["run", "run.clients"])
+def test_a_simulation_that_runs_is_not_moved_by_a_refused_command(
+    locked: str, force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedlowrank.cli.deployment.network_commands import run_simulation
+    from fedlowrank.network import flower
+
+    monkeypatch.setattr(flower, "run_flower_simulation", lambda *_, **__: pytest.fail("it began"))
+    made = ExperimentConfig.parse(make_deployment_tables("fedavg"))
+    state = tmp_path / "run.clients" / "0" / "abc" / "000003.tree"
+    state.parent.mkdir(parents=True)
+    state.write_text("the state of a client")
+    # a simulation locks the clients' folders before there is a run folder
+    for folder in ("run", "run.clients") if locked == "run" else ("run.clients",):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "network.json").write_text("{}")
+    before = list_content(tmp_path)
+    with exclusive(tmp_path / locked), pytest.raises(CheckpointError) as caught:
+        run_simulation(made, "fedavg", tmp_path / "run", resume=False, force=force, config={})
+    assert ("exists already" if locked == "run" and not force else "in use by process") in str(caught.value)
+    assert list_content(tmp_path) == before
+
+
+def test_a_simulation_moves_run_and_clients_aside_and_locks_the_new_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedlowrank.cli.deployment.network_commands import run_simulation
+    from fedlowrank.network import flower
+
+    in_use: list[bool] = []
+    monkeypatch.setattr(
+        flower, "run_flower_simulation", lambda made, run, clients, **_: in_use.append(is_in_use(clients))
+    )
+    made = ExperimentConfig.parse(make_deployment_tables("fedavg"))
+    for folder in ("run", "run.clients"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "old").write_text("old")
+    run_simulation(made, "fedavg", tmp_path / "run", resume=False, force=True, config={})
+    assert in_use == [True]
+    assert list_content(tmp_path) == {"run.old-1/old": b"old", "run.clients.old-1/old": b"old"}
+    assert not is_in_use(tmp_path / "run.clients")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import shutil
 import ssl
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedlowrank.network.deploy import keys
+from fedlowrank.network.deploy.flower_process import ProcessError, listen
 from fedlowrank.network.deploy.keys import (
     ClientKeys,
     ServerKeys,
@@ -25,6 +29,7 @@ from fedlowrank.network.deploy.keys import (
     make_keys,
     renew_server,
 )
+from fedlowrank.network.deploy.server_processes import SuperLink, _explain_certificate
 from fedlowrank.network.enrollment.key_files import AUTHORITY_DAYS
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
@@ -280,3 +285,67 @@ def test_a_full_disk_leaves_no_part_of_the_keys(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
     make_keys(tmp_path / "keys", 1, [])
     assert ClientKeys.read(tmp_path / "keys" / "client-0").key.is_file()
+
+
+def test_a_key_and_a_certificate_that_do_not_belong_together_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "other", 1, [])
+    server = folder / "server"
+    before = ServerKeys.read(server)
+    assert shakes_hands(before, before.authority, "localhost")
+    # a copy that stopped halfway
+    shutil.copy(tmp_path / "other" / "server" / "server.key", server / "server.key")
+    with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
+        shakes_hands(before, before.authority, "localhost")
+    with pytest.raises(
+        ConfigError, match=r"server\.key is not the key of .*server\.pem\. Put the two of one make"
+    ):
+        ServerKeys.read(server)
+    (server / "server.pem").write_text("half")
+    with pytest.raises(ConfigError, match=r"server\.pem is no certificate"):
+        ServerKeys.read(server)
+
+
+@pytest.mark.parametrize(
+    ("days", "host", "advice"),
+    [
+        (0, "127.0.0.1", ""),
+        (3, "127.0.0.1", "Set the clock of this machine"),
+        (0, "127.0.0.2", "Make one with"),
+    ],
+)
+def test_a_certificate_that_is_not_good_is_refused_with_what_to_do(
+    days: int, host: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    monkeypatch.setattr(keys, "_now", lambda: later)
+    make_keys(tmp_path / "keys", 1, [])
+    server = ServerKeys.read(tmp_path / "keys" / "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server.certificate, server.key)
+    with listen(host, 0) as listener:
+        link = SuperLink(tmp_path / "home", server, host=host, port=listener.getsockname()[1])
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                secured.recv(1 << 16)
+                secured.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        if advice:
+            with pytest.raises(ProcessError, match=f"{host}:.*{advice}"):
+                link._is_answering()
+        else:
+            assert link._is_answering()
+        thread.join(10)
+
+
+def test_a_client_is_told_of_a_clock_that_is_wrong() -> None:
+    reason = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate is not yet valid"
+    assert "The clock of this machine" in _explain_certificate(reason)
+    assert "ask the server's operator" in _explain_certificate(
+        reason.replace("is not yet valid", "has expired")
+    )

@@ -6,12 +6,13 @@ import datetime
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("flwr")
 from flwr.server.utils import validator
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run, RunNotRunningException
 
 from fedlowrank.network import flower
 from fedlowrank.network.client import ClientRuntime
@@ -19,7 +20,7 @@ from fedlowrank.network.deploy import node as deploy_node
 from fedlowrank.network.deploy.node import Node, PinnedApp, choose_pause
 from fedlowrank.network.flower import from_records, to_records
 from tests.network.deploy.node_server import PINNED_APP, OneMessageServer, make_flower_run
-from tests.support.local_network import local, small
+from tests.support.local_network import Clock, local, small
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_message_that_makes_the_method_fail_is_answered_with_the_error(
 def test_a_run_that_ended_while_its_message_was_fetched_is_given_up(folder: Path, tmp_path: Path) -> None:
     server = OneMessageServer(to_records("{}", b""), "query.registration", make_flower_run(*PINNED_APP))
     server.over = True
-    assert Node(server.connection(), flower.client, PINNED_APP, folder, tmp_path).step()
+    assert not Node(server.connection(), flower.client, PINNED_APP, folder, tmp_path).step()
     assert server.reply is None
 
 
@@ -99,9 +100,51 @@ def test_a_message_whose_content_the_server_lost_is_given_up(
     monkeypatch.setattr(deploy_node, "PIECE_SECONDS", 0.0)
     server = OneMessageServer(to_records("{}", b""), "query.registration", make_flower_run(*PINNED_APP))
     # Flower waits for ever; the server asks again after its deadline, and only a node that gave up hears it
-    assert Node(server.connection()._replace(pull=lost), flower.client, PINNED_APP, folder, tmp_path).step()
+    connection = server.connection()._replace(pull=lost)
+    assert not Node(connection, flower.client, PINNED_APP, folder, tmp_path).step()
     assert server.reply is None
     assert "a message was given up" in caplog.text
+
+
+REQUEST = httpx.Request("POST", "https://server/v1/fleet/pull-messages")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (httpx.ConnectError("certificate verify failed: certificate has expired"), "certificate has expired"),
+        (
+            httpx.HTTPStatusError(
+                "500", request=REQUEST, response=httpx.Response(500, text="database or\ndisk is full")
+            ),
+            "database or disk is full",
+        ),
+        (RunNotRunningException(), "HTTP 403"),
+    ],
+)
+def test_a_node_that_gets_no_messages_pauses_and_says_why_once_a_minute(
+    error: BaseException,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def receive() -> None:
+        raise error
+
+    clock = Clock()
+    monkeypatch.setattr(deploy_node, "time", clock)
+    server = OneMessageServer(to_records("{}", b""), "query.registration", make_flower_run(*PINNED_APP))
+    connection = server.connection()._replace(receive=receive)
+    node = Node(connection, flower.client, PINNED_APP, tmp_path, tmp_path)
+    # for 121 s, with the longest pause
+    for _ in range(41):
+        # the main loop sleeps only after a step without a message
+        assert not node.step()
+        clock.sleep(deploy_node.MAX_PAUSE_SECONDS)
+    lines = [line for line in caplog.messages if line.startswith("the server gives no messages: ")]
+    assert len(lines) == 3
+    assert all(text in line for line in lines)
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,6 +424,50 @@ def test_why_a_server_refuses_is_printed_once_and_while_the_program_still_runs(
         thread.join(20)
     assert not errors
     assert count_logged(caplog, "no connection to 127.0.0.1:1: [") == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "meaning"),
+    [
+        ("HTTPStatusError('403 Forbidden')", "403 Forbidden"),
+        ("ConnectError('CERTIFICATE_VERIFY_FAILED')", "ask the server's operator for the current ca.crt"),
+    ],
+)
+def test_why_a_connected_node_gets_no_messages_is_printed_once(
+    problem: str, meaning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = f'echo "12:34:56 the server gives no messages: {problem}"'
+    node = Pretended(
+        tmp_path, f"{CONNECTED}; {line}; {line}; echo 12:34:57 another line; {line}; exec sleep 84"
+    )
+    thread, stop, errors = run_supervised(node, pauses=[0.01])
+    try:
+        until(lambda: "another line" in node.tail() and count_logged(caplog, meaning))
+        time.sleep(0.3)
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not errors
+    assert count_logged(caplog, "the server gives no messages: ") == 1
+    assert count_logged(caplog, meaning) == 1
+    assert not count_logged(caplog, "another line")
+
+
+def test_a_full_disk_of_the_site_is_printed_once_though_no_log_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    node = Pretended(tmp_path, f"{CONNECTED}; exec sleep 86")
+    thread, stop, errors = run_supervised(node, pauses=[0.01])
+    try:
+        until(lambda: count_logged(caplog, "connected to"))
+        time.sleep(0.3)
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not errors
+    assert count_logged(caplog, f"the disk of {tmp_path} is full") == 1
+    assert count_logged(caplog, "keep `fedlowrank join` running") == 1
 
 
 @pytest.mark.full

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from fedlowrank.cli.deployment import network_commands as commands
 from fedlowrank.core.errors import CheckpointError, FedlowrankError, ResumeRefusedError
 from fedlowrank.network import flower
 from fedlowrank.network.deploy.flower_process import ProcessError
-from fedlowrank.network.deploy.server_processes import RunStatus
+from fedlowrank.network.deploy.server_processes import RunStatus, SuperLink
 from fedlowrank.storage.run_folder import RunFolder
 
 
@@ -41,6 +43,9 @@ class Link:
 
     def unregister_revoked(self) -> list[str]:
         return []
+
+    def read_disk_error(self) -> str:
+        return ""
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,35 @@ def test_a_run_that_says_how_it_ended_needs_no_state(tmp_path: Path) -> None:
     log.write_text("12:00:00 error: the disk is full.\n")
     with pytest.raises(ProcessError, match=r"the run failed: the disk is full\. Start it again"):
         commands._see_through(link, tmp_path / "app", log, tmp_path / "run")
+
+
+FAILURE = "finished:failed", "ServerApp failed with exception: Failed to push object"
+
+
+@pytest.mark.parametrize(
+    ("free", "line", "expected"),
+    [
+        (1 << 30, "", "Failed to push object. Start it again"),
+        (1000, "", r"object. A likely cause: the disk of .* is full: .*. Free space. Start it again"),
+        (
+            1 << 30,
+            "sqlite3.OperationalError: database or disk is full",
+            r"superlink.log reports a full disk: sqlite3.OperationalError: database or disk is full. Free space. Start",
+        ),
+    ],
+)
+def test_a_full_disk_of_the_server_is_named_as_the_cause(
+    free: int, line: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    link = SuperLink(tmp_path, None, port=1)
+    link.log.write_text(f"INFO: \x1b[91mstarted\n{line}\nINFO: another line\n")
+    for name in ("submit", "alive", "unregister_revoked"):
+        monkeypatch.setattr(link, name, getattr(Link(link.log), name))
+    monkeypatch.setattr(link, "status", lambda _: RunStatus(*FAILURE))
+    monkeypatch.setattr(commands, "time", Clock())
+    with pytest.raises(ProcessError, match=expected):
+        commands._see_through(link, tmp_path / "app", tmp_path / "server.log", tmp_path / "run")
 
 
 def _start(code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.messages import Order
+from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.network.persistence.client_memory import ClientMemory
+from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.rounds.outcome.result import Result
 from fedlowrank.storage import checkpoint
@@ -28,6 +30,7 @@ from tests.support.local_network import (
     assert_equals_sequential_run,
     fault_on_orders,
     find_missed_rounds,
+    intact,
     local,
     lost,
     lost_reply,
@@ -222,3 +225,66 @@ def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Pa
         del carrier.hazards[0]
         result = serve_run(carrier, made, base / "run", resume=True)
         assert assert_equals_sequential_run(result, carrier, made) == set()
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(
+    is_removed: bool, tmp_path: Path
+) -> None:
+    """Its clients are ahead of it, and accept repeated rounds once an operator has named the checkpoint."""
+    made, out = small("scaffold", rounds=4, network={"attempts": 1, "min_replies": 3}), tmp_path / "run"
+    carrier = local(made, tmp_path)
+
+    def kill_in_round_4(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 4 and client == 2:
+            raise Killed
+        return None
+
+    carrier.fault = fault_on_orders(kill_in_round_4)
+    with pytest.raises(Killed):
+        serve_run(carrier, made, out)
+    carrier.fault = intact
+    last = out / "checkpoint" / "000003.checkpoint"
+    last.write_bytes(last.read_bytes()[:50])
+    with pytest.raises(CheckpointError) as raised:
+        serve_run(carrier, made, out, resume=True)
+    assert "fedlowrank resume RUN --round 2" in raised.value.for_command
+    if is_removed:
+        last.unlink()
+        # clients must not repeat rounds because of a server that lost its place, or was taken over
+        with pytest.raises(
+            NetworkError, match=r"round 4 had been answered.*`fedlowrank resume RUN --round 2`"
+        ):
+            serve_run(carrier, made, out, resume=True)
+    assert not prepare_resume(out, 2, [])
+    result = serve_run(carrier, made, out, resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
+    assert lost(result) == [set()] * 4
+
+
+def test_a_server_whose_folder_is_restored_from_a_copy_repeats_its_rounds(tmp_path: Path) -> None:
+    made, out = small("feddyn", rounds=4, network={"attempts": 1}), tmp_path / "run"
+    carrier = local(made, tmp_path)
+
+    def run_until(end: int, **more: Any) -> None:
+        def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+            if t == end:
+                raise Killed
+
+        carrier.fault = fault_on_orders(act)
+        with pytest.raises(Killed):
+            serve_run(carrier, made, out, **more)
+
+    run_until(2)
+    shutil.copytree(out, tmp_path / "copy")
+    run_until(4, resume=True)
+    shutil.rmtree(out)
+    (tmp_path / "copy").rename(out)
+    carrier.fault = intact
+    with pytest.raises(
+        NetworkError, match=r"folder was restored from a copy.*`fedlowrank resume RUN --round 1`"
+    ):
+        serve_run(carrier, made, out, resume=True)
+    assert not prepare_resume(out, 1, [])
+    result = serve_run(carrier, made, out, resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()

@@ -6,9 +6,11 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from fedlowrank.network.deploy.node import (
     TooLargeAnswerError,
     limit_answers,
 )
+from fedlowrank.network.deploy.server_processes import SuperNode
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.network.messages import Answer, Order, RefusedOrderError
 from fedlowrank.network.site import audit_log
@@ -85,15 +88,22 @@ def upload_in(state: Path) -> bytes:
     return rest[json.loads(line)["state"] :]
 
 
+REJECTION = '{"rejection": "client 1 has other columns"}'
+
+
 def test_nothing_leaves_without_a_line(
     sequential_run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, down = make_order(sequential_run).to_json(), encode_download(sequential_run)
     monkeypatch.setattr(audit_log, "MAX_LOG_BYTES", 10)
     (folder / "audit.jsonl").write_text("a full log\n")
-    server = sent(folder, to_records(text, down))
-    assert server.reply.has_error()
-    assert "CheckpointError, incident" in server.reply.error.reason
+    # nor is there a word about an error, a refusal or an incident, whose numbers and texts would be sent unseen
+    for sent_text in (text, make_order(sequential_run, stamp=2, round=2).to_json(), "no order", REJECTION):
+        kind = "query.registration" if sent_text == REJECTION else "train.order"
+        server = sent(folder, to_records(sent_text, down), kind)
+        assert server.reply.has_error()
+        assert server.reply.error.reason == "its audit log cannot be written"
+    assert (folder / "audit.jsonl").read_text() == "a full log\n"
     (folder / "audit.jsonl").rename(folder / "away")
     answer = Answer.from_json(from_records(sent(folder, to_records(text, down)).reply.content)[0])
     assert (answer.problem, [e["event"] for e in events(folder)]) == ("", ["left"])
@@ -146,6 +156,7 @@ def test_the_text_of_an_error_stays_at_the_site(
     folder: Path,
     experiment: Any,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prepare(folder, experiment, 1, experiment.shares(), SiteSettings(send_errors=text))
     monkeypatch.setattr(ClientRuntime, fails, Broken())
@@ -156,6 +167,12 @@ def test_the_text_of_an_error_stays_at_the_site(
     masked = f"ValueError, incident {incident['number']} in the site's audit log"
     assert reason == (f"ValueError: {SECRET}" if text else masked)
     assert [e["header"] for e in events(folder) if e["event"] == "left"] == [reason]
+    # nor does `join` print it, whose output may be in a log of the system
+    supernode = SuperNode(folder, "127.0.0.1:1", folder, None)
+    supernode.log.write_text("".join(f"12:00:00 {line}\n" for line in caplog.messages))
+    monkeypatch.setattr(supernode, "_process", SimpleNamespace(pid=1))
+    assert SECRET in supernode.log.read_text()
+    assert supernode.read_problems() == []
 
 
 def test_an_answer_with_a_problem_holds_no_text_either(
@@ -178,6 +195,44 @@ def test_an_answer_with_a_problem_holds_no_text_either(
     assert len(texts) == 3
     assert str(folder) in texts[1]
     assert str(folder) in texts[2]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_join_prints_that_the_disk_of_its_site_is_full(
+    is_logged: bool, is_last: bool, sequential_run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_nothing(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # the end of every atomic write; the audit log is appended to
+    monkeypatch.setattr(Path, "replace", replace_nothing)
+    monkeypatch.setattr(audit_log, "MAX_LOG_BYTES", 1 << 20 if is_logged else -1)
+    (folder / "audit.jsonl").touch()
+    supernode = SuperNode(folder / "flower", "127.0.0.1:1", folder, None)
+    supernode.process_folder.mkdir()
+    # as the node's process logs
+    handler = logging.FileHandler(supernode.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    package_logger = logging.getLogger("fedlowrank.network")
+    package_logger.addHandler(handler)
+    assert supernode.read_problems() == []
+    monkeypatch.setattr(supernode, "_process", SimpleNamespace(pid=1))
+    try:
+        order = make_order(sequential_run, train=not is_last, last=is_last)
+        reply = sent(folder, to_records(order.to_json(), encode_download(sequential_run))).reply
+    finally:
+        package_logger.removeHandler(handler)
+        handler.close()
+    assert reply.has_error() is not is_logged
+    problem, *others = supernode.read_problems()
+    path = re.escape(str(folder))
+    assert re.match(rf"its folder cannot be read or written: cannot write {path}.*: No space left", problem)
+    assert ("has not written its model" in problem) is is_last
+    assert ("keep `fedlowrank join` running" in problem) is is_last
+    # the reply that cannot be logged
+    assert [p.partition(":")[0] for p in others] == ([] if is_logged else ["failed", "no reason is sent"])
+    assert supernode.read_problems() == []
 
 
 @pytest.mark.parametrize("damage", ["client.json", "data.tree"])

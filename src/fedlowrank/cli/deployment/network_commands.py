@@ -21,14 +21,14 @@ from typing import Any
 from ...config.experiment import ExperimentConfig
 from ...config.sections.local_section import describe_precision
 from ...core.errors import CheckpointError, ConfigError, FedlowrankError
-from ...core.io.atomic_files import write_json
+from ...core.io.atomic_files import as_checkpoint_error, write_json
 from ...core.io.private_files import is_readable_by_others, make_private_folder, refuse_readable
 from ...data.overlap import sketch_files
 from ...network.client import REJECTION_FILE, prepare, read_own_share
 from ...network.deploy import guard
 from ...network.deploy.address_checks import check_address, flower_home
 from ...network.deploy.flower_app import CLIENT_REF, SERVER_REF, write_app, write_own_app
-from ...network.deploy.flower_process import ProcessError
+from ...network.deploy.flower_process import NewLines, ProcessError
 from ...network.deploy.forget import forget as remove_client_data
 from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
 from ...network.deploy.server_processes import RunStatus, SuperLink, SuperNode
@@ -42,6 +42,7 @@ from ...network.site.audit_log import AUDIT_FILE, SiteAudit
 from ...network.site.signatures import read_public_key
 from ...network.site.site_settings import SiteSettings
 from ...storage.digest import digest_of
+from ...storage.lock import exclusive
 from ...storage.run_folder import RunFolder
 from ...trust.privacy.site_ledger import open_state
 from ..one_run import read_one, show_run
@@ -93,18 +94,37 @@ def run_simulation(
     force: bool,
     config: Mapping[str, Any],
 ) -> None:
-    """Run a method in Flower's simulation."""
+    """Run a method in Flower's simulation, or continue its run.
+
+    Args:
+        experiment: experiment that holds the method.
+        name: name of the method or variant.
+        folder: folder of the run; the clients' folders are beside it, in ``FOLDER.clients``.
+        resume: whether to continue the run in the folder.
+        force: whether to move an existing run and its clients aside.
+        config: content of ``run.json``.
+
+    Raises:
+        FolderInUseError: if another process runs it; nothing has changed then.
+        CheckpointError: if the folder exists, and neither ``resume`` nor ``force`` is set.
+    """
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     flower = _flower()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     single_experiment = _choose_method(experiment, name)
     clients_folder = folder.with_name(f"{folder.name}.clients")
-    # without force, an existing run folder is refused when the run begins
-    for existing_folder in (clients_folder, *([folder] if force else [])) if not resume else ():
-        if existing_folder.exists():
-            RunFolder.move_aside(existing_folder)
-    with warnings.catch_warnings():
+    if not resume:
+        if folder.exists() and not force:
+            raise RunFolder.taken(folder)
+        # the run comes first: if another process writes it, the command is refused before its clients are moved
+        for existing_folder in (folder, clients_folder):
+            if existing_folder.exists():
+                RunFolder.move_aside(existing_folder)
+    with as_checkpoint_error(f"cannot make {clients_folder}"):
+        clients_folder.mkdir(parents=True, exist_ok=True)
+    # the run folder has no lock until the clients' folders are made and Ray has started
+    with exclusive(clients_folder), warnings.catch_warnings():
         # a warning of Ray about accelerators
         warnings.simplefilter("ignore", FutureWarning)
         flower.run_flower_simulation(single_experiment, folder, clients_folder, resume=resume, config=config)
@@ -255,38 +275,17 @@ def _see_through(link: SuperLink, app: Path, log: Path, run_path: Path) -> None:
                 if kind == "refused":
                     # the reason says what to do
                     advice = "Nothing has changed"
+                if disk_error := link.read_disk_error():
+                    reason = f"{reason.rstrip('.')}. A likely cause: {disk_error}"
+                    advice = f"Free space. {advice}"
                 raise ProcessError(f"the run failed: {reason.rstrip('.')}. {advice}; details: {link.log}")
-
-
-class _NewLines:
-    """Reads the lines that are appended to a file.
-
-    Args:
-        path: path of the file, which may not exist yet.
-        offset: number of bytes that are not read.
-    """
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path, self.offset = path, offset
-
-    def read(self) -> Iterator[bytes]:
-        """Read the complete lines that were added since the last call."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset += len(line)
-                yield line
 
 
 class _Follower:
     """Logs new lines of a file as they are written."""
 
     def __init__(self, path: Path) -> None:
-        self.lines = _NewLines(path)
+        self.lines = NewLines(path)
 
     def news(self) -> str | None:
         """Log the new lines; return the text by which the run reports its end, if there is one."""
@@ -553,7 +552,7 @@ class _RefusedDownloads:
     """Logs new lines of a site's audit log about downloads that are too large, each reason once."""
 
     def __init__(self, path: Path) -> None:
-        self.lines = _NewLines(path, path.stat().st_size if path.exists() else 0)
+        self.lines = NewLines(path, path.stat().st_size if path.exists() else 0)
         self.logged_reasons: set[str] = set()
 
     def log_new(self) -> None:

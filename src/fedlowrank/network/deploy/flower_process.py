@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...core.errors import CheckpointError, FedlowrankError
@@ -24,6 +25,8 @@ from . import process_tree
 
 logger = logging.getLogger(__name__)
 
+FULL_DISK_BYTES = 1 << 20
+"""Free bytes below which a disk counts as full."""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -78,6 +81,38 @@ def find_free_port(host: str = "127.0.0.1") -> int:
     with listen(host, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def describe_full_disk(folder: Path) -> str:
+    """Say that the disk of a folder is full; "" if it is not, or its free bytes are unknown."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
+            return f"the disk of {folder} is full: less than {FULL_DISK_BYTES >> 20} MiB is free"
+    return ""
+
+
+class NewLines:
+    """Reads the lines that are appended to a file.
+
+    Args:
+        path: path of the file, which may not exist yet.
+        offset: number of bytes that are not read.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self.offset = path, offset
+
+    def read(self) -> Iterator[bytes]:
+        """Read the complete lines that were added since the last call."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.offset += len(line)
+                yield line
 
 
 class FlowerProcess:

@@ -43,6 +43,7 @@ from ..enrollment.key_files import (
     check_days,
     find_key_files,
     read_authority,
+    read_key_and_certificate,
     write_key_file,
 )
 from ..enrollment.roster import ROSTER_FILE, KeyRoster, strip_key_comment, update_roster
@@ -77,12 +78,15 @@ class ServerKeys:
         Keys that have expired according to the roster are left out. Without a roster, no key expires.
 
         Raises:
-            ConfigError: if a file is missing or misnamed, others can read the folder or a private key in it, or the
-                roster is not signed by the authority or has another key of a client.
+            ConfigError: if a file is missing or misnamed, others can read the folder or a private key in it, the server's
+                key and certificate do not belong together, or the roster is not signed by the authority or has another
+                key of a client.
         """
         names = ("ca.crt", "server.pem", "server.key", "orders.key")
         authority, certificate, key, order_key = find_key_files(folder, *names)
         refuse_readable(folder, key, order_key)
+        # after half a copy, the web server would report it by a traceback
+        read_key_and_certificate(key, certificate)
         public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
         misnamed_path = next(
             (path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None

@@ -56,7 +56,7 @@ from ..messages import RefusedOrderError, to_one_line
 from ..secure.signing import MemberSigner
 from ..site.audit_log import AUDIT_FILE, SiteAudit
 from .flower_app import write_own_app
-from .server_processes import WORKING_FILE
+from .server_processes import NO_MESSAGES, WORKING_FILE
 
 logger = logging.getLogger("fedlowrank.network.deploy.node")
 
@@ -76,6 +76,9 @@ MAX_CALL_BYTES = 1 << 20
 UNANSWERED_ERRORS = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError)
 """Errors after which a message is not answered: the run may be over, or the message too old."""
 
+
+ERROR_LOG_SECONDS = 60.0
+"""Seconds for which the same error of the connection is not logged again."""
 
 PIECE_SECONDS = 120.0
 """Seconds within which a piece of a message must appear at the server; without a limit, the node would wait until the
@@ -176,9 +179,11 @@ class Node:
             process_folder,
         )
         self._refusals: dict[int, str | None] = {}
+        self._logged_error, self._logged_time = "", 0.0
 
     def step(self) -> bool:
-        """Answer the next message; return whether there was one."""
+        """Answer the next message; return whether there was one, and no error of the connection."""
+        next_message = None
         try:
             next_message = self.connection.receive()
             if next_message is None:
@@ -192,9 +197,20 @@ class Node:
                 self._send(reply, time.monotonic() - start_time)
         except UNANSWERED_ERRORS as error:
             # the run may be over, or the message too old; the server asks again if it still needs a reply
-            response_text = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
-            logger.info("a message was given up: %r %s", error, to_one_line(response_text))
+            self._log_error(NO_MESSAGES if next_message is None else "a message was given up", error)
+            return False
         return True
+
+    def _log_error(self, problem: str, error: BaseException) -> None:
+        """Log an error of the connection; the same one at most once in :data:`ERROR_LOG_SECONDS`."""
+        response_text = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+        if isinstance(error, RunNotRunningException):
+            # Flower raises it for every answer 403
+            response_text = "(HTTP 403: the run is over, or the server refuses the calls of this client)"
+        text = f"{problem}: {to_one_line(f'{error!r} {response_text}')}"
+        if text != self._logged_error or time.monotonic() - self._logged_time >= ERROR_LOG_SECONDS:
+            self._logged_error, self._logged_time = text, time.monotonic()
+            logger.info(text)
 
     def _reply(self, message: Message, object_tree: Any) -> Message:
         metadata, run_id = message.metadata, message.metadata.run_id

@@ -22,16 +22,34 @@ from ..messages import to_one_line
 from . import guard
 from .address_checks import make_listen_error
 from .flower_app import Value, as_toml
-from .flower_process import FlowerProcess, ProcessError, find_free_port, listen
+from .flower_process import (
+    FlowerProcess,
+    NewLines,
+    ProcessError,
+    describe_full_disk,
+    find_free_port,
+    listen,
+)
 from .keys import ClientKeys, ServerKeys
 
 WORKING_FILE = "working"
 """Name of a file in a node's home that exists while the node answers a message."""
+NO_MESSAGES = "the server gives no messages"
+"""Start of a node's log message about a server that does not let it fetch messages."""
+_PROBLEM = re.compile(
+    r"\d\d:\d\d:\d\d "
+    rf"((?:{NO_MESSAGES}|its folder cannot be read or written|failed: CheckpointError|no reason is sent): .*)"
+)
+"""Lines of a node's log that a person of its site must see. Other errors may contain data, and stay in the private folder."""
+_FULL_DISK_TEXTS = ("disk is full", "No space left on device")
+"""Texts of SQLite and of the operating system."""
 _CONNECTION = "federation"
 _REFUSAL = re.compile(
     r"Failed to initialize the connection to the SuperLink\.\n(.*?)\n+The SuperNode could not", re.DOTALL
 )
 _ANSWER_SECONDS = 120
+_NOT_YET_VALID = 9
+"""X509_V_ERR_CERT_NOT_YET_VALID of OpenSSL."""
 
 
 class RunStatus(NamedTuple):
@@ -194,6 +212,14 @@ class SuperLink(FlowerProcess):
         """Stop a run; raises ProcessError if there is no such run or it has ended."""
         self._flwr("stop", str(run_id))
 
+    def read_disk_error(self) -> str:
+        """Say that the disk of the process is full, by its free bytes or its log; "" if neither shows it."""
+        lines = [
+            line for line in self.tail(500).splitlines() if any(text in line for text in _FULL_DISK_TEXTS)
+        ]
+        quote = f"{self.log} reports a full disk: {to_one_line(lines[-1])}" if lines else ""
+        return describe_full_disk(self.process_folder) or quote
+
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call one of Flower's commands and return its JSON output."""
         if not self.alive():
@@ -234,9 +260,11 @@ class SuperLink(FlowerProcess):
             )
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
+            advice = "Make one with this host (`fedlowrank keys FOLDER --renew --host NAME`)."
+            if error.verify_code == _NOT_YET_VALID:
+                advice = "Set the clock of this machine, or of the one that made the certificate, and make it again there."
             raise ProcessError(
-                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one "
-                "with this host (`fedlowrank keys FOLDER --renew --host NAME`)."
+                f"the server's certificate is not good for {self.address}: {error.verify_message}. {advice}"
             ) from error
         except (OSError, http.client.HTTPException):
             return False
@@ -270,6 +298,7 @@ class SuperNode(FlowerProcess):
         super().__init__(process_folder, "supernode", address)
         self.folder = folder.absolute()
         self.keys = keys
+        self._new_lines = NewLines(self.log)
 
     def start(self) -> None:
         """Start the process, even before the server: it connects when it can. Raises the errors of :meth:`SuperLink.start`."""
@@ -298,16 +327,35 @@ class SuperNode(FlowerProcess):
             match = _REFUSAL.search(file.read(1 << 16).decode(errors="replace"))
         if match is None:
             return ""
-        reason = to_one_line(match[1])
-        if "CERTIFICATE_VERIFY_FAILED" in reason:
-            return (
-                f"{reason}. The authority of --keys did not sign the certificate of this server, or the certificate is for "
-                "another host or has expired: check --server, and ask the server's operator for the current ca.crt"
-            )
+        reason = _explain_certificate(to_one_line(match[1]))
         if reason.endswith("Failed to activate SuperNode."):
             return f"{reason} Another process uses this key, on this machine or another, or one was killed less than a minute ago"
         return reason
 
+    def read_problems(self) -> list[str]:
+        """Read the problems that the node has logged since the last call, or since its start."""
+        if self.pid is None:
+            return []
+        self._new_lines.offset = max(self._new_lines.offset, self._begin)
+        lines = [line.decode(errors="replace").rstrip() for line in self._new_lines.read()]
+        return [
+            _explain_certificate(to_one_line(match[1], 1000))
+            for line in lines
+            if (match := _PROBLEM.fullmatch(line))
+        ]
+
     def is_working(self) -> bool:
         """Whether the node is answering a message now."""
         return self.alive() and (self.process_folder / WORKING_FILE).exists()
+
+
+def _explain_certificate(reason: str) -> str:
+    """Add what to do to the reason of an error of TLS, if the server's certificate is refused."""
+    if "CERTIFICATE_VERIFY_FAILED" not in reason:
+        return reason
+    if "not yet valid" in reason:
+        return f"{reason}. The clock of this machine, or of the one that made the server's certificate, is wrong: set it"
+    return (
+        f"{reason}. The authority of --keys did not sign the certificate of this server, or the certificate is for "
+        "another host or has expired: check --server, and ask the server's operator for the current ca.crt"
+    )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from .flower_process import ProcessError
+from .flower_process import ProcessError, describe_full_disk
 from .server_processes import SuperNode
 
 logger = logging.getLogger(__name__)
@@ -17,6 +17,10 @@ REFUSAL_SECONDS = 100.0
 _STEADY_SECONDS = 60.0
 _SLOW_SECONDS = 30.0
 _MAX_FAILURES = 3
+_FULL_DISK_ADVICE = (
+    "Free space, and keep `fedlowrank join` running: until then this client takes no part. If the run ends before, ask the "
+    "server's operator for `fedlowrank serve ... --resume`: this client then writes its model"
+)
 _REFUSAL_TEXT = "Exit Code: 305"
 
 
@@ -44,13 +48,13 @@ def supervise(
             the server; the message has the end of its log.
     """
     restarts, failures, last_connection = 0, 0, time.monotonic()
-    printed_refusals: set[str] = set()
+    printed_problems: set[str] = set()
     try:
         while not stop_event.is_set():
             if not node.alive():
                 node.start()
             start_time = time.monotonic()
-            is_connected = _watch(node, stop_event, printed_refusals)
+            is_connected = _watch(node, stop_event, printed_problems)
             if stop_event.is_set():
                 return
             end_time = time.monotonic()
@@ -77,20 +81,26 @@ def supervise(
         node.close()
 
 
-def _watch(node: SuperNode, stop_event: threading.Event, printed_refusals: set[str]) -> bool:
+def _watch(node: SuperNode, stop_event: threading.Event, printed_problems: set[str]) -> bool:
     """Wait until a SuperNode ends or should end; return whether it has connected.
 
-    The reason for which it has not is printed as soon as its log has it, and added to ``printed_refusals``.
+    The reason for which it has not, and later problems, are printed as soon as its log has them, and added to
+    ``printed_problems``.
     """
     start_time, is_warned = time.monotonic(), False
     node_id: int | None = None
     while node.alive() and not stop_event.wait(0.1):
+        for problem in node.read_problems():
+            _print_once(problem, printed_problems)
+        # a full disk may also take the lines of the node's log
+        if full_disk := describe_full_disk(node.process_folder):
+            _print_once(f"{full_disk}. {_FULL_DISK_ADVICE}", printed_problems)
         if node_id is None:
             node_id = node.read_node_id()
             if node_id is not None:
                 logger.info("connected to %s", node.address)
             else:
-                _print_refusal(node, printed_refusals)
+                _print_refusal(node, printed_problems)
             if node_id is None and not is_warned and time.monotonic() - start_time > _SLOW_SECONDS:
                 is_warned = True
                 logger.info(
@@ -100,13 +110,18 @@ def _watch(node: SuperNode, stop_event: threading.Event, printed_refusals: set[s
     # the node may have connected or written a reason since the last check
     is_connected = node_id is not None or node.read_node_id() is not None
     if not is_connected:
-        _print_refusal(node, printed_refusals)
+        _print_refusal(node, printed_problems)
     return is_connected
 
 
-def _print_refusal(node: SuperNode, printed_refusals: set[str]) -> None:
+def _print_refusal(node: SuperNode, printed_problems: set[str]) -> None:
     """Log why a SuperNode has not connected, once for each reason."""
-    refusal = node.read_refusal()
-    if refusal and refusal not in printed_refusals:
-        printed_refusals.add(refusal)
-        logger.warning("no connection to %s: %s", node.address, refusal)
+    if refusal := node.read_refusal():
+        _print_once(f"no connection to {node.address}: {refusal}", printed_problems)
+
+
+def _print_once(problem: str, printed_problems: set[str]) -> None:
+    """Log a problem, unless it was printed before."""
+    if problem not in printed_problems:
+        printed_problems.add(problem)
+        logger.warning("%s", problem)

@@ -8,6 +8,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ...core.errors import ConfigError
@@ -39,6 +40,21 @@ def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certi
     (key_path,) = find_key_files(folder, "ca.key")
     (path,) = find_key_files(folder / "server", "ca.crt")
     refuse_readable(key_path)
+    key, certificate = read_key_and_certificate(key_path, path)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{key_path} is no key of an elliptic curve. Restore it from a copy.")
+    return key, certificate
+
+
+def read_key_and_certificate(
+    key_path: Path, certificate_path: Path
+) -> tuple[PrivateKeyTypes, x509.Certificate]:
+    """Read a private key and its certificate.
+
+    Raises:
+        ConfigError: if a file holds something else, or the two do not belong together; the message names both files.
+        CheckpointError: if a file cannot be read.
+    """
     with as_checkpoint_error(f"cannot read {key_path}"):
         content = key_path.read_bytes()
     try:
@@ -47,9 +63,11 @@ def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certi
         raise ConfigError(
             f"{key_path} is no private key that can be read ({error}). Restore it from a copy."
         ) from error
-    certificate = read_certificate(path)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise ConfigError(f"{key_path} is not the key of {path}. Put the two of one make together.")
+    certificate = read_certificate(certificate_path)
+    if key.public_key() != certificate.public_key():
+        raise ConfigError(
+            f"{key_path} is not the key of {certificate_path}. Put the two of one make together."
+        )
     return key, certificate
 
 

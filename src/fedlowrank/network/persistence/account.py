@@ -38,8 +38,8 @@ class Account:
         run: identifier of the run for the clients.
         clients: numbers of examples in train, val and test, by client.
         refused: number of refused replies that count towards the blocklist, by client.
-        branch: number of times that the run went back to an earlier checkpoint; clients refuse orders with a smaller
-            number.
+        branch: number of times that an operator named the checkpoint to go on from; clients refuse orders with a smaller
+            number, and repeated rounds of the same one.
         excluded: round to which the run went back when an operator excluded a client, by client.
         silent: number of missed orders in a row, by client.
         updates: medians of the norms of updates, see :class:`..validation.norms.NormBound`.
@@ -99,7 +99,8 @@ def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int
 
     Args:
         folder: folder of the run.
-        round: number of completed rounds at the checkpoint to go back to; None for the last one.
+        round: number of completed rounds at the checkpoint to go back to; None for the last one. If it is that of the
+            last one, clients of a network that are ahead of it accept orders of repeated rounds from then on.
         excluded_ids: identifiers of the clients to exclude.
 
     Returns:
@@ -136,7 +137,7 @@ def prepare_resume(folder: Path, round: int | None, excluded_ids: Collection[int
 def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> None:
     """Put a network run back to an earlier checkpoint, and exclude clients from then on."""
     account = Account.read(folder)
-    checkpoints = checkpoint.rounds_kept(folder / "checkpoint")
+    checkpoints = checkpoint.rounds_kept(folder / "checkpoint", require_last=round is None)
     target_round = checkpoints[-1] if round is None else round
     client_count = len(read_clients(folder))
     for client_id in excluded_ids:
@@ -145,7 +146,8 @@ def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> 
         account.excluded[client_id] = target_round
     if len(account.excluded) >= client_count:
         raise ConfigError("--without leaves no client")
-    if target_round in checkpoints[:-1]:
+    if round is not None:
+        # also for the last checkpoint: clients are ahead of it if it was restored, or the damaged one after it removed
         account.branch += 1
         # the norms of repeated rounds are measured again
         account.updates = {t: norms for t, norms in account.updates.items() if t < target_round}
@@ -163,8 +165,8 @@ def _restore_checkpoint(folder: Path, round: int) -> None:
     # only this command needs it, and it takes long to import
     from ...rounds.logs.loggers import forget_targets
 
-    checkpoints = checkpoint.rounds_kept(folder / "checkpoint")
-    is_last = checkpoints[-1] == round
+    checkpoints = checkpoint.rounds_kept(folder / "checkpoint", require_last=False)
+    is_last = not checkpoint.has_later(folder / "checkpoint", round)
     if round in checkpoints and not is_last:
         # before the checkpoint: a run with new targets may also continue from where it was
         forget_targets(folder)
