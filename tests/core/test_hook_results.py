@@ -131,13 +131,15 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "a part of the server's state": (
         "server_update", lambda s, a, t, v: {"weight": t["weight"]},
         "My.client_model: params lacks 'bias' of model 'model', and would be evaluated with initial values there. If the "
-        "client's state holds what is missing, write ClientModel({**down, **state}). Without a client_model of its own a client "
-        "uses what download returns, by default the server's state. See what server_init and server_update return",
+        "client's state holds what is missing, write ClientModel({**down, **state}); if the initial values are meant, write "
+        "ClientModel({**view.model.initial, **down}). Without a client_model of its own a client uses what download returns, "
+        "by default the server's state. See what server_init and server_update return",
     ),
     "a part of the server's model": (
         "server_model", lambda s, a, c, v: {"weight": a["weight"]},
         "My.server_model: its result lacks 'bias' of model 'model', and would be evaluated with initial values there. If the "
-        "client's state holds what is missing, write return {**server, **state}. See",
+        "client's state holds what is missing, write return {**server, **state}; if the initial values are meant, write return "
+        "{**view.model.initial, **server}. See",
     ),
     "a model in the server's model": ("server_model", lambda s, a, c, v: {"w": a}, "Write return server['w']"),
     "scores in NumPy": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import numpy as np
@@ -418,3 +419,85 @@ class Centered(nn.Module):
 def test_a_loss_that_changes_its_buffers_is_refused(is_in_place: bool) -> None:
     with pytest.raises(ConfigError, match="changes its buffer 'mean' when it is called"):
         with_loss(Centered(is_in_place))
+
+
+class Moved(nn.Module):
+    """Moves its buffer to the type of the scores, and makes another one in its first call."""
+
+    weight: Tensor
+    shift: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("shift", None)
+
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
+        self.weight = self.weight.to(scores)
+        self.shift = scores.new_ones(3) if self.shift is None else self.shift
+        return functional.cross_entropy(scores + self.shift, y, weight=self.weight, reduction="none")
+
+
+def test_a_loss_that_moves_or_makes_a_buffer_is_accepted() -> None:
+    Federation.from_arrays(CLIENTS, Net, classes=3, loss=Moved())
+
+
+class Uncopyable(nn.Module):
+    """Has a trainable parameter, and a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.lock = nn.Parameter(torch.ones(3)), threading.Lock()
+
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(scores * self.factor, y, reduction="none")
+
+
+def test_trainable_parameters_of_a_loss_that_cannot_be_copied_are_refused() -> None:
+    with pytest.raises(ConfigError, match="trainable parameters of its own"):
+        Federation.from_arrays(CLIENTS, Net, classes=3, loss=Uncopyable())
+
+
+class Shared(nn.Linear):
+    """A backbone that all copies of a model share."""
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self
+
+
+class WithShared(Net):
+    """Has such a backbone, with a hook."""
+
+    def set_up(self) -> None:
+        self.backbone = Shared(8, 8).requires_grad_(False)
+        self.backbone.register_forward_hook(lambda module, inputs, output: 10 * output)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.backbone(h)  # type: ignore[no-any-return]
+
+
+def test_hooks_of_a_layer_that_copies_share_stay() -> None:
+    module = WithShared()
+    scores = module(X).detach()
+    made(module)
+    assert torch.equal(module(X), scores)
+
+
+class Converging(Net):
+    """Iterates until it converges, which needs weights below 1."""
+
+    def set_up(self) -> None:
+        self.weight = nn.Parameter(-0.9 * torch.eye(8))
+
+    def middle(self, h: Tensor) -> Tensor:
+        z = torch.zeros_like(h)
+        for _ in range(10_000):
+            z, last = torch.tanh(z @ self.weight + 0.1 * h), z
+            if (z - last).norm() < 1e-4:
+                return z
+        raise AssertionError("a user's loop has no bound")
+
+
+def test_a_forward_that_iterates_until_it_converges_ends() -> None:
+    federation = made(Converging)
+    assert "is without hidden state" in federation.architectures["model"].cache

@@ -21,6 +21,7 @@ from fedlowrank.results.frames import client_frame, rounds_frame
 from fedlowrank.results.measurements import ClientTable, Column, Measurements
 from fedlowrank.results.records import RoundRecord, RunRecord
 from fedlowrank.rounds.logs.progress import describe_record
+from fedlowrank.storage.digest import read_sealed, write_sealed
 from fedlowrank.storage.run_files import RECORDS_FILE
 from tests.support.client_tables import read_tables
 
@@ -329,4 +330,10 @@ def test_runs_of_one_method_with_different_settings_are_named(
     assert message.startswith(
         "lr0.1/s0 and lr1.0/s0 are runs of one method and differ in method.optimizer.lr:"
     )
+    assert load(tmp_path / "lr0.1") == []
+    # a run from before a setting existed has its default
+    for path in (tmp_path / "lr0.1" / "s0").glob("run.json"):
+        config = read_sealed(path)
+        del config["run"]["statistics"]
+        write_sealed(path, config)
     assert load(tmp_path / "lr0.1") == []

@@ -247,11 +247,11 @@ class Federation:
         with torch.enable_grad(), (self.key / "loss").global_generators(scores.device):
             try:
                 losses = self.loss.each(scores.detach(), examples.y[:1].clone())
-                refuse_hidden_loss_state(self.loss, scores.detach(), examples.y[:1], self.key / "loss")
             except ConfigError:
                 raise
             except Exception:  # noqa: BLE001 - the user's code may need several examples; training reports its errors
                 return
+        refuse_hidden_loss_state(self.loss, scores.detach(), examples.y[:1], self.key / "loss")
         if losses.requires_grad:
             raise ConfigError(
                 f"the loss {self.loss.kind} computes with trainable parameters of its own, and clients train only the parameters "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.learning.losses import Loss
-from ..core.tree import Params, map_leaves
+from ..core.tree import map_leaves
 from .architecture import Architecture
 from .fingerprint import describe_attributes
 from .module_copy import copy_module, is_compiled
@@ -41,9 +41,10 @@ _MAX_NAMES = 3
 def refuse_hidden_state(model: Architecture) -> None:
     """Refuse a model whose scores depend on values that its forward passes keep outside of parameters and buffers.
 
-    A copy of the module without hooks takes four training passes, the two in the middle with other parameters. Its scores must
-    be the same in the first and the last one, and in evaluation mode before and after them. A model is checked once; one of
-    layers of PyTorch, transformers and PEFT, one whose repeatability is declared, and one that accelerate has placed are not.
+    A copy of the module without hooks takes four training passes, the two in the middle with parameters that are 1 % smaller, as
+    after a step of training: a forward that iterates until it converges might never end with others. Its scores must be the same
+    in the first and the last pass, and in evaluation mode before and after them. A model is checked once; one of standard layers,
+    one whose repeatability is declared, and one that accelerate has placed are not checked.
 
     Args:
         model: model whose module is copied.
@@ -55,17 +56,16 @@ def refuse_hidden_state(model: Architecture) -> None:
         return
     try:
         trial_model = model.to(str(model.device))
+        _refuse_shared_layers(model.module, trial_model.module)
         remove_hooks(trial_model.module)
         _call_uncompiled(trial_model.module)
         versions = record_frozen_versions(trial_model)
         batch = map_leaves(_add_row, model.example)
-        other_params = {n: 1.5 * p for n, p in model.initial.items()}
-        before = _score(trial_model, model.initial, batch, is_training=False)
+        before = _score(trial_model, batch, is_training=False)
         first, *_, last = [
-            _score(trial_model, params, batch, is_training=True)
-            for params in (model.initial, other_params, other_params, model.initial)
+            _score(trial_model, batch, is_training=True, scale=s) for s in (1.0, 0.99, 0.99, 1.0)
         ]
-        after = _score(trial_model, model.initial, batch, is_training=False)
+        after = _score(trial_model, batch, is_training=False)
         changed_parameters = [
             n
             for n, p in _list_frozen(model).items()
@@ -122,11 +122,20 @@ def refuse_hidden_loss_state(loss: Loss, scores: Tensor, y: Tensor, key: Key) ->
     """
     if not isinstance(loss.function, nn.Module):
         return
-    trial_loss = copy_module(loss.function)
     values = []
-    for _ in range(3):
-        with torch.no_grad(), key.global_generators(scores.device):
-            values.append(trial_loss(scores.clone(), y.clone()))
+    try:
+        trial_loss = copy_module(loss.function)
+        for _ in range(3):
+            with torch.no_grad(), key.global_generators(scores.device):
+                values.append(trial_loss(scores.clone(), y.clone()))
+    except Exception as error:  # noqa: BLE001 - the user's code may fail by anything, and training reports its errors
+        logger.info(
+            "The loss %s is not checked for values that it keeps: %s: %s",
+            loss.kind,
+            type(error).__name__,
+            error,
+        )
+        return
     if not all(_is_equal(values[0], value, _TOLERANCE) for value in values[1:]):
         raise ConfigError(
             f"the loss {loss.kind} gives other values when it is called again with the same scores, targets and random numbers: "
@@ -174,9 +183,15 @@ def _add_row(x: Tensor) -> Tensor:
     return torch.cat([x[:1], 0.5 * x[:1] if x.is_floating_point() else x[:1]])
 
 
-def _score(model: Architecture, params: Params, x: Any, is_training: bool) -> Tensor:
-    """Compute scores with copies of parameters and identity batch normalization; attributes that change stay changed."""
-    copies = {n: p.detach().clone().requires_grad_(is_training) for n, p in params.items()}
+def _refuse_shared_layers(module: nn.Module, copied_module: nn.Module) -> None:
+    """Raise TaskError if a copy has a layer of the original, as one whose ``__deepcopy__`` returns itself."""
+    if shared := {*module.modules()} & {*copied_module.modules()}:
+        raise TaskError(f"a copy of the module has the original layer {type(next(iter(shared))).__name__}")
+
+
+def _score(model: Architecture, x: Any, *, is_training: bool, scale: float = 1.0) -> Tensor:
+    """Compute scores with scaled initial parameters and identity batch normalization; attributes that change stay changed."""
+    copies = {n: (scale * p.detach()).requires_grad_(is_training) for n, p in model.initial.items()}
     model.set_training(is_training)
     try:
         with torch.set_grad_enabled(is_training), _KEY.global_generators(model.device):

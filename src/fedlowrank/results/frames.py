@@ -253,23 +253,25 @@ def _warn_of_differing_settings(records: Iterable[tuple[str, RunRecord]]) -> Non
         key = json.dumps([record.experiment, record.method, record.vary], sort_keys=True)
         records_by_key.setdefault(key, {})[name] = record
     for same in records_by_key.values():
-        sections = [
-            {"method": record.section("method", "fields"), **{n: record.config.get(n) for n in SECTIONS}}
-            for record in same.values()
-        ]
-        settings = pd.json_normalize(sections).drop(
-            columns=[*NOT_SETTINGS, *STORAGE_SETTINGS], errors="ignore"
-        )
-        names = [name for name in settings if settings[name].map(repr).nunique() > 1]
-        if names:
-            # a run that differs from the first one
-            first, *others = same
-            rows = settings.map(repr).to_numpy()
-            last = next(n for n, row in zip(others, rows[1:], strict=True) if (row != rows[0]).any())
-            logger.warning(
-                "%s and %s are runs of one method and differ in %s: group the rows by 'run', too, or a mean mixes their settings",
-                first, last, list_first(names, 3),
-            )  # fmt: skip
+        (first, first_record), *others = same.items()
+        first_settings = _flatten_settings(first_record)
+        for name, record in others:
+            settings = _flatten_settings(record)
+            # a setting that did not exist when a run was made has its default there
+            names = [n for n in first_settings.keys() & settings if first_settings[n] != settings[n]]
+            if names:
+                logger.warning(
+                    "%s and %s are runs of one method and differ in %s: group the rows by 'run', too, or a mean mixes their "
+                    "settings", first, name, list_first(sorted(names), 3),
+                )  # fmt: skip
+                break
+
+
+def _flatten_settings(record: RunRecord) -> dict[str, str]:
+    """Settings of a run on which results depend, as ``section.key`` to text."""
+    sections = {"method": record.section("method", "fields"), **{n: record.config.get(n) for n in SECTIONS}}
+    (settings,) = pd.json_normalize(sections).to_dict("records")
+    return {str(n): repr(v) for n, v in settings.items() if n not in (*NOT_SETTINGS, *STORAGE_SETTINGS)}
 
 
 def _add_run_columns(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:

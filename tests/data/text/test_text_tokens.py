@@ -426,3 +426,9 @@ def test_truncation_saved_with_a_tokenizer_is_not_applied() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
     data = tokenize(Texts("t", [Instruction("a", "b c d e")]), tokenizer, TextSettings("chat"))
     assert data.train.x["input_ids"].tolist() == [[A, B, C, D, E]]
+
+
+def test_what_a_tokenizer_writes_after_every_text_is_no_prefix() -> None:
+    tokenizer = tokenizer_of("[CLS] $A [SEP]", pad_token="<pad>", eos_token="<eos>")
+    data = tokenize(Texts("t", [Instruction("a", "b")]), tokenizer, TextSettings("verbatim"))
+    assert data.train.x["input_ids"].tolist() == [[CLS, A, B, EOS]]

@@ -342,10 +342,14 @@ def _record_versions(function: Any) -> dict[str, tuple[Tensor, int]]:
 
 
 def _find_changed_tensor(function: Any, versions: Mapping[str, tuple[Tensor, int]]) -> str | None:
-    """Find the first parameter or buffer of a module that was changed or replaced since its versions were recorded."""
+    """Find the first parameter or buffer of a module whose values have changed since its versions were recorded.
+
+    A buffer that a first call makes, or moves to the device or type of the scores, is not one.
+    """
     for name, (t, version) in _record_versions(function).items():
-        former_tensor, former_version = versions.get(name, (None, 0))
-        if former_tensor is not t or former_version != version:
+        former_tensor, former_version = versions.get(name, (t, version))
+        is_same = former_tensor is t and former_version == version
+        if not (is_same or (former_tensor is not t and torch.equal(former_tensor.to(t), t))):
             return name
     return None
 

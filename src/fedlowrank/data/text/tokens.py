@@ -428,10 +428,11 @@ def find_added_prefix(tokenizer: Any) -> list[int]:
     """Find the tokens that a tokenizer writes before every text by itself, such as a BOS or ``[gMASK]<sop>``."""
     # Kinds of tokenizers have different settings for it, so see what this one does.
     special_ids, plain_ids = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
-    if special_ids[-1:] == [tokenizer.eos_token_id] != plain_ids[-1:]:
-        special_ids.pop()
-    prefix_length = len(special_ids) - len(plain_ids)
-    return special_ids[:prefix_length] if special_ids[prefix_length:] == plain_ids else []
+    # after the text may stand an EOS or another token, which is no prefix
+    for length in range(len(special_ids) - len(plain_ids) + 1):
+        if special_ids[length : length + len(plain_ids)] == plain_ids:
+            return special_ids[:length]
+    return []
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:

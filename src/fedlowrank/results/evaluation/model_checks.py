@@ -127,7 +127,8 @@ def check_parameters(
         raise TaskError(
             f"{origin.title} lacks {_list_names(missing_names)} of model {model.name!r}{extra}, and would be evaluated with "
             "initial values there. If the client's state holds what is missing, write "
-            f"{origin.code.format(f'{{**{origin.argument}, **state}}')}. {origin.advice}"
+            f"{origin.code.format(f'{{**{origin.argument}, **state}}')}; if the initial values are meant, write "
+            f"{origin.code.format(f'{{**view.model.initial, **{origin.argument}}}')}. {origin.advice}"
         )
     if extra_names:
         raise TaskError(

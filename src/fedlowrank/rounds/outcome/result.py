@@ -200,7 +200,12 @@ class Result:
 
         Args:
             client: number or name of the client.
+
+        Raises:
+            ConfigError: if the run was over a network, where clients keep their states.
         """
+        if self.run.is_deployed:
+            raise ConfigError("the server has no states of clients, which keep them in their own folders")
         state, _ = split_optimizers(self.run.state_of(self.run.federation.client(client)))
         if isinstance(state, StateWithBuffers):
             state = state.state
