@@ -30,9 +30,9 @@ def find_client_model(run: Run, info: ClientInfo) -> Params:
     model = run.local_model(info)
     if not infers_by_one_model(run, info, model):
         raise ConfigError(
-            f"{_describe_mixture(run, info, model)}, and none of them alone gives the same scores. Use a method that infers "
-            "by one model, such as IFCA or Ensemble with mix = 'weights'; or Result.predict(client) in Python, which gives the "
-            "scores of the mixture"
+            f"{_describe_mixture(run, info, model)}, and no single model gives the same scores. Use a method that infers by "
+            "one model, such as IFCA or Ensemble with mix = 'weights', or FedProto with inference = 'classifier'; or "
+            "Result.predict(client) in Python, which gives these scores"
         )
     return model.personal()
 
@@ -71,5 +71,7 @@ def infers_by_one_model(run: Run, info: ClientInfo, model: LocalModel) -> bool:
 
 
 def _describe_mixture(run: Run, info: ClientInfo, model: LocalModel) -> str:
-    count = "several" if model.routes is None else len(model.routes)
-    return f"{run.method.title} infers by a mixture of {count} models at {info.title}"
+    kind = (
+        "more than its model's scores" if model.routes is None else f"a mixture of {len(model.routes)} models"
+    )
+    return f"{run.method.title} infers by {kind} at {info.title}"

@@ -156,9 +156,9 @@ def single_model(run: Run, info: ClientInfo, model: LocalModel) -> Params:
     """
     if not model.is_one_model(_first(run.federation.clients[info.id].train.x)):
         raise ConfigError(
-            f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
-            "of outputs), and no single module computes the same. Ensemble with mix = 'weights', IFCA and "
-            "FLoRAL infer by one."
+            f"{run.method.title} infers by more than one model at {info.title} (an ensemble, a mixture of outputs, or "
+            "distances to prototypes), and no single module computes the same. Ensemble with mix = 'weights', IFCA, FLoRAL, and "
+            "FedProto with inference = 'classifier' infer by one."
         )
     return canonical(model.personal())
 
