@@ -225,7 +225,7 @@ def _await_answers(pool: RayPool, block: _ClientBlock, in_progress: Sequence[_Cl
     """Wait for the answers of a block; blocks of a worker that died are run again.
 
     Raises:
-        FedlowrankError: the error of the package that a client's training raised, caused by a :class:`.WorkerError`
+        FedlowrankError: the error of the package that a client's training raised, caused by a :class:`.processes.WorkerError`
             with the traceback.
         WorkerError: if a client's training raised another error, or if no worker is left to run it.
     """
