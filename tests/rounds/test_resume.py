@@ -155,11 +155,21 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 
 @pytest.mark.full
-def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
-    whole, folder = unbroken(1), tmp_path / "run"
+@pytest.mark.parametrize("every", [1, 100], ids=["after a checkpoint", "before the first one"])
+def test_a_killed_process_of_the_installed_command(
+    every: int, tmp_path: Path, unbroken: Callable[[int], Path]
+) -> None:
+    whole, folder = unbroken(every), tmp_path / "run"
     command = [sys.executable, "-m", "fedlowrank.cli.main"]
     with subprocess.Popen(
-        [*command, "run", str(write_experiment(tmp_path)), "run.checkpoint_every=1", "-o", str(folder)],
+        [
+            *command,
+            "run",
+            str(write_experiment(tmp_path)),
+            f"run.checkpoint_every={every}",
+            "-o",
+            str(folder),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -170,17 +180,6 @@ def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Cal
     assert count_lines(folder) < ROUNDS + 1
     assert main(["resume", str(folder)]) == 0
     assert_same_end(folder, whole)
-
-
-@pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_again(
-    tmp_path: Path, unbroken: Callable[[int], Path]
-) -> None:
-    whole = unbroken(1)
-    shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint")
-    assert main(["resume", str(tmp_path / "run")]) == 0
-    assert_same_end(tmp_path / "run", whole)
 
 
 @pytest.mark.full
