@@ -114,8 +114,7 @@ def _judge_case(case: dict[str, Any]) -> Case:
     name = case["experiment"]
     scale, digits = unit_of(name)
     if "rate" in case:
-        successes = count_successes(case)
-        judged, unit, lost = judge_rate(successes, len(list_seeds(name))), "runs", (0, 0)
+        judged, unit, lost = judge_rate(*count_successes(case)), "runs", (0, 0)
     else:
         figures, seeds, measure = read_figures(name), list_seeds(name), case.get("measure", "test")
         sides = case["method"], case["against"]
@@ -155,25 +154,26 @@ def _number_of(numbers: dict[str, Any], name: str) -> float:
     return float(numbers[name][int(place.rstrip("]"))] if place else numbers[name])
 
 
-def count_successes(case: dict[str, Any]) -> int:
-    """Runs of a case that succeed; a diverged run does not.
+def count_successes(case: dict[str, Any]) -> tuple[int, int]:
+    """Runs of a case that succeed, and runs that count; a diverged run does not succeed.
 
     Args:
         case: with ``rate = "found"``, the run's largest shares are the true clusters at the end; or with the unit of
             a cost, ``MB`` or ``TFLOP``: the method reaches the last result of ``target`` in the same seed, and at
-            less cost than ``against``.
+            less cost than ``against``. Runs in which neither reaches it, or both at one cost, do not count, as in a sign test.
     """
     name, method = case["experiment"], case["method"]
     if case["rate"] == "found":
         rows = read_kept(FIGURES, name, "-recovery.csv")
-        return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum())
+        return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum()), len(list_seeds(name))
     figures = read_figures(name)
     cost = running_costs(figures)[case["rate"]]
     own, other = (
         costs_to(figures, side, case["target"], cost, is_loss(name)) for side in (method, case["against"])
     )
-    ahead = own < other.reindex(own.index).fillna(math.inf)
-    return int(ahead.sum())
+    seeds = own.index.union(other.index)
+    own, other = own.reindex(seeds, fill_value=math.inf), other.reindex(seeds, fill_value=math.inf)
+    return int((own < other).sum()), int((own != other).sum())
 
 
 def claims_table(paper: str) -> str:

@@ -79,7 +79,7 @@ def judge_rate(successes: int, n: int) -> Judgment:
 
     Args:
         successes: runs that succeeded.
-        n: runs.
+        n: runs, at least one.
 
     Returns:
         The interval is Wilson's of 95 %. The mark is ``for`` if the whole interval is above one half, ``against`` if
