@@ -12,13 +12,17 @@ import pytest
 
 from fedlowrank import average_by_examples, load_runs
 from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
+from fedlowrank.network import drive
 from fedlowrank.network.client import prepare
 from fedlowrank.network.messages import Order
 from fedlowrank.network.operation.client_count import count_clients
+from fedlowrank.network.operation.validation_decline import PausedError
+from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.network.server import NetworkError, RunIsOverError
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.results.records import RunRecord
@@ -353,6 +357,69 @@ def test_a_server_that_was_killed_while_it_told_of_the_end_ends_its_run(
     result = serve_run(carrier, made, out, resume=True)
     assert assert_equals_sequential_run(result, carrier, made) == set()
     assert len(carrier.trained) == trained
+
+
+def kill_while_it_ends(carrier: LocalTransport, made: ExperimentConfig, out: Path) -> None:
+    """The server dies while it tells client 2 of the end; clients 0 and 1 have their models and end."""
+
+    def act(there: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if Order.from_json(message.header).last and client == 2:
+            raise Killed
+
+    carrier.fault = fault_on_orders(act)
+    with pytest.raises(Killed):
+        serve_run(carrier, made, out)
+    carrier.fault, carrier.away = intact, {100, 101}
+
+
+def test_a_run_that_stopped_early_ends_after_its_server_was_killed(tmp_path: Path) -> None:
+    still = {"optimizer": {"kind": "sgd", "lr": 1e-9}}
+    run = {"patience": 2, "rounds": 9, "evaluate_every": 1}
+    made, out = small("fedavg", run=run, defaults=still, network={"wait": 5.0}), tmp_path / "run"
+    carrier = local(made, tmp_path)
+    kill_while_it_ends(carrier, made, out)
+    rounds = len(serve_run(carrier, made, out, resume=True).rounds) - 1
+    assert rounds < 9
+    status = RunRecord.load(out).status
+    assert (status["state"], status["rounds"]) == ("finished", rounds)
+    assert len([*tmp_path.glob("client-2/*/model/model.safetensors")]) == 1
+
+
+def test_a_run_that_paused_at_its_last_round_is_not_finished_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out = small("fedavg", rounds=2, network={"wait": 2.0}), tmp_path / "run"
+    carrier = local(made, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(drive, "_find_fall", lambda e, r, p: "paused: x" if r[-1].round == 2 else "")
+        with pytest.raises(PausedError):
+            serve_run(carrier, made, out)
+    status = RunRecord.load(out).status
+    carrier.away = {100, 101, 102}
+    with pytest.raises(NetworkError, match="only 0 of 3 clients came"):
+        serve_run(carrier, made, out, resume=True)
+    assert RunRecord.load(out).status == status
+    assert status["state"] == "stopped"
+
+
+def test_a_finished_run_without_its_last_checkpoint_repeats_the_round_with_all_clients(
+    tmp_path: Path,
+) -> None:
+    made, out = (
+        small("scaffold", rounds=3, run={"keep_checkpoints": 3}, network={"wait": 2.0}),
+        tmp_path / "run",
+    )
+    carrier = local(made, tmp_path)
+    serve_run(carrier, made, out)
+    (out / "checkpoint" / "000003.checkpoint").unlink()
+    carrier.away = {100, 101}
+    with pytest.raises(NetworkError, match="only 1 of 3 clients came"):
+        serve_run(carrier, made, out, resume=True)
+    prepare_resume(out, 2, [])
+    assert RunRecord.load(out).status["state"] == "stopped"
+    carrier.away = set()
+    result = serve_run(carrier, made, out, resume=True)
+    assert assert_equals_sequential_run(result, carrier, made) == set()
 
 
 @pytest.mark.full

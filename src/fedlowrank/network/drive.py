@@ -111,7 +111,10 @@ def drive(
     account = Account.read(run_path) if resume else Account()
     plan = Plan.read(run_path) if resume else None
     stored_rounds = rounds_of(run_path) if resume else None
-    was_finished = resume and RunFolder(run_path, {}, []).is_finished()
+    last_round = rounds_kept(run_path / "checkpoint")[-1] if resume else 0
+    status = RunFolder(run_path, {}, []).read_status() if resume else {}
+    # a status of a later round is that of checkpoints that were removed by hand
+    was_finished = (status.get("state"), status.get("rounds")) == ("finished", last_round)
     if stored_rounds not in (None, protocol.rounds):
         raise ResumeRefusedError(
             f"{run_path}: run.rounds was {stored_rounds} and is {protocol.rounds}, but over a network server and clients "
@@ -127,7 +130,7 @@ def drive(
     else:
         check_schedules(method, protocol.rounds)
     # a server that was killed while it told its clients of the end has no round left, either
-    is_over = was_finished or (resume and rounds_kept(run_path / "checkpoint")[-1] >= protocol.rounds)
+    is_over = was_finished or 0 < account.ended == last_round
     min_registered = settings.min_registered(client_count - len(account.excluded))
     check_secure_start(protocol, client_count, min_registered, member_keys)
     if protocol.secure.on:
@@ -154,7 +157,8 @@ def drive(
         member_keys=member_keys,
     )
     if is_over:
-        _wait_for_late_clients(engine, len(account.clients.keys() - account.excluded.keys()), run_path)
+        late_count = len(account.clients.keys() - account.excluded.keys())
+        _wait_for_late_clients(engine, late_count, run_path, experiment)
     else:
         _wait_for_start(engine, min_registered)
     with threads(experiment.run.threads), contextlib.ExitStack() as stack:
@@ -198,6 +202,11 @@ def drive(
                 engine.audit.log_pause(record.round, fall_report)
                 raise PausedError(fall_report)
 
+        def on_end() -> None:
+            account.ended = run.round
+            write_account()
+
+        run.on_end = on_end
         write_account()
         result = Result(run, run_rounds(run, folder, records, progress, callbacks, after_round))
         # with the messages after the last round
@@ -301,11 +310,14 @@ def _wait_for_start(engine: NetworkEngine, min_clients: int) -> None:
         )
 
 
-def _wait_for_late_clients(engine: NetworkEngine, min_clients: int, run_path: Path) -> None:
+def _wait_for_late_clients(
+    engine: NetworkEngine, min_clients: int, run_path: Path, experiment: ExperimentConfig
+) -> None:
     """Wait for clients of a run without further rounds that did not hear of its end.
 
     Raises:
         RunIsOverError: if none comes; the run's status is then "finished".
+        NetworkError: if none comes, and the server's language model is not written, for which it needs one.
     """
     seconds = engine.settings.wait
     logger.info(
@@ -315,6 +327,11 @@ def _wait_for_late_clients(engine: NetworkEngine, min_clients: int, run_path: Pa
     )
     if not _wait_for_same_form(engine, min_clients):
         folder = RunFolder(run_path, {}, [])
+        if experiment.language is not None and not any((run_path / "adapters").glob("*/server")):
+            raise NetworkError(
+                f"the run in {run_path} is over, but the server's model is not written, for which the server needs the form of "
+                f"a client's texts, and no client came within {seconds:g} s. Start one again by `fedlowrank join`"
+            )
         if not folder.is_finished():
             with exclusive(run_path):
                 folder.status("finished", rounds_kept(run_path / "checkpoint")[-1])

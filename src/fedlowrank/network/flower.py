@@ -424,11 +424,14 @@ def run_flower_simulation(
     experiment: ExperimentConfig,
     run_path: Path,
     clients_folder: Path,
+    hold_folders: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     *,
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients_folder`` has the clients' folders.
+
+    ``hold_folders`` is entered for the whole simulation, after the experiment is checked and before anything is written.
 
     The clients are this machine's own, so no update is shortened and the run does not pause, unless the experiment
     sets ``network.limits.update_ratio`` or ``network.max_fall`` to values other than the defaults.
@@ -448,8 +451,6 @@ def run_flower_simulation(
             f"network.clients is {client_count}, but the experiment's data have {len(shares.data)} clients. Set it to "
             f"{len(shares.data)}"
         )
-    for i in range(client_count):
-        prepare(clients_folder / str(i), experiment, i, shares, SiteSettings.simulated(), sketch=())
     sizes = [len(data.train) for data in shares.data]
     errors: list[FedlowrankError] = []
 
@@ -465,6 +466,9 @@ def run_flower_simulation(
 
     app = make_client_app(lambda context: clients_folder / str(context.node_config["partition-id"]))
     resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(make_server_app(run), app, client_count, backend_config=resources)
+    with hold_folders():
+        for i in range(client_count):
+            prepare(clients_folder / str(i), experiment, i, shares, SiteSettings.simulated(), sketch=())
+        run_simulation(make_server_app(run), app, client_count, backend_config=resources)
     if errors:
         raise errors[0]

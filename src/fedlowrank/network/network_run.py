@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..core.contract import AnyMethod, ClientInfo, ServerView
@@ -56,6 +56,8 @@ class NetworkRun(Run):
         engine: NetworkEngine,
         plan: Plan | None = None,
     ) -> None:
+        # called before the clients hear of the end
+        self.on_end: Callable[[], None] | None = None
         # the device of an experiment is that on which clients train
         settings = dataclasses.replace(settings, device="cpu")
         super().__init__(method, federation, settings, engine, plan)
@@ -225,6 +227,8 @@ class NetworkRun(Run):
     def finish(self) -> None:
         """Tell the clients that the run is over, so that they commit their states and write their models."""
         self._prepare()
+        if self.on_end is not None:
+            self.on_end()
         self.engine.finish([self._make_job(i) for i in self.federation.infos], self.round)
 
     def _prepare(self) -> None:

@@ -11,7 +11,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -133,8 +133,19 @@ class RunFolder:
         Raises:
             FolderInUseError: if another process writes it.
         """
-        with exclusive(path):
-            return _rename_aside(path)
+        return RunFolder.move_all_aside([path])[0]
+
+    @staticmethod
+    def move_all_aside(paths: Sequence[Path]) -> list[Path]:
+        """Rename several folders as :meth:`move_aside` does, all or none.
+
+        Raises:
+            FolderInUseError: if another process writes one of them.
+        """
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(exclusive(path))
+            return [_rename_aside(path) for path in paths]
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
         """Write ``status.json``: state, number of completed rounds and a message."""

@@ -184,25 +184,32 @@ def list_content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("locked", ["run", "run.clients"])
+@pytest.mark.parametrize("has_run", [True, False])
 def test_a_simulation_that_runs_is_not_moved_by_a_refused_command(
-    locked: str, force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    locked: str, force: bool, has_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if locked == "run" and not has_run:
+        pytest.skip("no folder to lock")
     from fedlowrank.cli.deployment.network_commands import run_simulation
     from fedlowrank.network import flower
 
-    monkeypatch.setattr(flower, "run_flower_simulation", lambda *_, **__: pytest.fail("it began"))
+    def begin(made: Any, run: Path, clients: Path, hold_folders: Any, **_: Any) -> None:
+        with hold_folders():
+            pytest.fail("it began")
+
+    monkeypatch.setattr(flower, "run_flower_simulation", begin)
     made = ExperimentConfig.parse(make_deployment_tables("fedavg"))
     state = tmp_path / "run.clients" / "0" / "abc" / "000003.tree"
     state.parent.mkdir(parents=True)
     state.write_text("the state of a client")
-    # a simulation locks the clients' folders before there is a run folder
-    for folder in ("run", "run.clients") if locked == "run" else ("run.clients",):
+    # a simulation locks the clients' folders before there is a run folder, and while Ray starts and ends
+    for folder in ("run", "run.clients") if has_run else ("run.clients",):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "network.json").write_text("{}")
     before = list_content(tmp_path)
     with exclusive(tmp_path / locked), pytest.raises(CheckpointError) as caught:
         run_simulation(made, "fedavg", tmp_path / "run", resume=False, force=force, config={})
-    assert ("exists already" if locked == "run" and not force else "in use by process") in str(caught.value)
+    assert ("exists already" if has_run and not force else "in use by process") in str(caught.value)
     assert list_content(tmp_path) == before
 
 
@@ -213,9 +220,14 @@ def test_a_simulation_moves_run_and_clients_aside_and_locks_the_new_clients(
     from fedlowrank.network import flower
 
     in_use: list[bool] = []
-    monkeypatch.setattr(
-        flower, "run_flower_simulation", lambda made, run, clients, **_: in_use.append(is_in_use(clients))
-    )
+
+    def begin(made: Any, run: Path, clients: Path, hold_folders: Any, **_: Any) -> None:
+        # what is refused before leaves everything as it was
+        assert list_content(tmp_path) == {"run/old": b"old", "run.clients/old": b"old"}
+        with hold_folders():
+            in_use.append(is_in_use(clients))
+
+    monkeypatch.setattr(flower, "run_flower_simulation", begin)
     made = ExperimentConfig.parse(make_deployment_tables("fedavg"))
     for folder in ("run", "run.clients"):
         (tmp_path / folder).mkdir()

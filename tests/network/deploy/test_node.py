@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 from pathlib import Path
 
@@ -129,7 +130,13 @@ def test_a_node_that_gets_no_messages_pauses_and_says_why_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    numbers = itertools.count()
+
     def receive() -> None:
+        if isinstance(error, httpx.HTTPStatusError):
+            # as the page of a proxy, which has the time of day
+            response = httpx.Response(500, text=f"{error.response.text}, request {next(numbers)}")
+            raise httpx.HTTPStatusError("500", request=REQUEST, response=response)
         raise error
 
     clock = Clock()

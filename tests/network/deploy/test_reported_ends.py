@@ -154,6 +154,8 @@ FAILURE = "finished:failed", "ServerApp failed with exception: Failed to push ob
     ("free", "line", "expected"),
     [
         (1 << 30, "", "Failed to push object. Start it again"),
+        # what a client says about its own disk
+        (1 << 30, "fedlowrank: client 1: No space left on device", "Failed to push object. Start it again"),
         (1000, "", r"object. A likely cause: the disk of .* is full: .*. Free space. Start it again"),
         (
             1 << 30,

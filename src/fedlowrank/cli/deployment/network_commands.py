@@ -114,20 +114,25 @@ def run_simulation(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     single_experiment = _choose_method(experiment, name)
     clients_folder = folder.with_name(f"{folder.name}.clients")
-    if not resume:
-        if folder.exists() and not force:
-            raise RunFolder.taken(folder)
-        # the run comes first: if another process writes it, the command is refused before its clients are moved
-        for existing_folder in (folder, clients_folder):
-            if existing_folder.exists():
-                RunFolder.move_aside(existing_folder)
-    with as_checkpoint_error(f"cannot make {clients_folder}"):
-        clients_folder.mkdir(parents=True, exist_ok=True)
-    # the run folder has no lock until the clients' folders are made and Ray has started
-    with exclusive(clients_folder), warnings.catch_warnings():
+    if not resume and folder.exists() and not force:
+        raise RunFolder.taken(folder)
+
+    @contextlib.contextmanager
+    def hold_folders() -> Iterator[None]:
+        if not resume:
+            RunFolder.move_all_aside([path for path in (folder, clients_folder) if path.exists()])
+        with as_checkpoint_error(f"cannot make {clients_folder}"):
+            clients_folder.mkdir(parents=True, exist_ok=True)
+        # the run folder has no lock until the clients' folders are made and Ray has started
+        with exclusive(clients_folder):
+            yield
+
+    with warnings.catch_warnings():
         # a warning of Ray about accelerators
         warnings.simplefilter("ignore", FutureWarning)
-        flower.run_flower_simulation(single_experiment, folder, clients_folder, resume=resume, config=config)
+        flower.run_flower_simulation(
+            single_experiment, folder, clients_folder, hold_folders, resume=resume, config=config
+        )
 
 
 def serve(

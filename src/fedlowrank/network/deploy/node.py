@@ -179,7 +179,8 @@ class Node:
             process_folder,
         )
         self._refusals: dict[int, str | None] = {}
-        self._logged_error, self._logged_time = "", 0.0
+        self._logged_kind: tuple[Any, ...] = ()
+        self._logged_time = 0.0
 
     def step(self) -> bool:
         """Answer the next message; return whether there was one, and no error of the connection."""
@@ -202,14 +203,18 @@ class Node:
         return True
 
     def _log_error(self, problem: str, error: BaseException) -> None:
-        """Log an error of the connection; the same one at most once in :data:`ERROR_LOG_SECONDS`."""
-        response_text = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+        """Log an error of the connection; one of its kind at most once in :data:`ERROR_LOG_SECONDS`."""
+        # answers of one kind may differ, as by the time of day
+        kind: tuple[Any, ...] = problem, type(error)
+        response_text = ""
+        if isinstance(error, httpx.HTTPStatusError):
+            kind, response_text = (*kind, error.response.status_code), error.response.text
         if isinstance(error, RunNotRunningException):
             # Flower raises it for every answer 403
             response_text = "(HTTP 403: the run is over, or the server refuses the calls of this client)"
         text = f"{problem}: {to_one_line(f'{error!r} {response_text}')}"
-        if text != self._logged_error or time.monotonic() - self._logged_time >= ERROR_LOG_SECONDS:
-            self._logged_error, self._logged_time = text, time.monotonic()
+        if kind != self._logged_kind or time.monotonic() - self._logged_time >= ERROR_LOG_SECONDS:
+            self._logged_kind, self._logged_time = kind, time.monotonic()
             logger.info(text)
 
     def _reply(self, message: Message, object_tree: Any) -> Message:

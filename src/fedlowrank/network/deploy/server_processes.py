@@ -214,8 +214,11 @@ class SuperLink(FlowerProcess):
 
     def read_disk_error(self) -> str:
         """Say that the disk of the process is full, by its free bytes or its log; "" if neither shows it."""
+        # the run's own lines may quote what clients say about their disks
         lines = [
-            line for line in self.tail(500).splitlines() if any(text in line for text in _FULL_DISK_TEXTS)
+            line
+            for line in self.tail(500).splitlines()
+            if any(text in line for text in _FULL_DISK_TEXTS) and not line.startswith("fedlowrank: ")
         ]
         quote = f"{self.log} reports a full disk: {to_one_line(lines[-1])}" if lines else ""
         return describe_full_disk(self.process_folder) or quote

@@ -51,6 +51,7 @@ class Account:
         seconds: times of past replies, see :class:`..operation.grace.Grace`.
         shapes: length and direction of the updates of the last rounds, by round and client.
         paused: the reason why the run paused; empty if it is not paused.
+        ended: round after which the clients were told that the run is over; 0 before.
         watched_from: first round in which a fall of validation is looked for.
         sent: bytes of all messages of the run, those for evaluation included: headers, payloads to clients (down) and
             from clients (up).
@@ -70,6 +71,7 @@ class Account:
     seconds: list[float] = field(default_factory=list)
     shapes: dict[int, dict[int, UpdateShape]] = field(default_factory=dict)
     paused: str = ""
+    ended: int = 0
     watched_from: int = 0
     sent: dict[str, int] = field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
 
@@ -149,6 +151,7 @@ def _go_back(folder: Path, round: int | None, excluded_ids: Collection[int]) -> 
     if round is not None:
         # also for the last checkpoint: clients are ahead of it if it was restored, or the damaged one after it removed
         account.branch += 1
+        account.ended = 0
         # the norms of repeated rounds are measured again
         account.updates = {t: norms for t, norms in account.updates.items() if t < target_round}
         account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target_round}
@@ -173,8 +176,8 @@ def _restore_checkpoint(folder: Path, round: int) -> None:
     checkpoint.go_back(folder / "checkpoint", round)
     run_folder = RunFolder(folder, {}, [])
     run_folder.remove_later_best(round)
-    if not is_last:
-        # a server may continue the run much later
+    if not is_last or run_folder.read_status().get("rounds", round) > round:
+        # a server may continue the run much later; the checkpoints after this one may have been removed by hand
         records, _ = read_records(folder, round, run_folder.run_id)
         run_folder.rewrite(record.to_line() for record in records)
         run_folder.status("stopped", round, f"it went back to the checkpoint after round {round}")
