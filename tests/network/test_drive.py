@@ -385,7 +385,7 @@ def test_a_run_that_stopped_early_ends_after_its_server_was_killed(tmp_path: Pat
     assert len([*tmp_path.glob("client-2/*/model/model.safetensors")]) == 1
 
 
-def test_a_run_that_paused_at_its_last_round_is_not_finished_by_nobody(
+def test_a_run_that_paused_at_its_last_round_stays_paused_if_no_client_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, out = small("fedavg", rounds=2, network={"wait": 2.0}), tmp_path / "run"

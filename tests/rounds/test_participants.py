@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank import Clipping, Federation, Method, Privacy, simulate, supervised_loss
+from fedlowrank import Clipping, Federation, Privacy, simulate
 from fedlowrank.core.errors import TaskError
+from fedlowrank.methods import FedAvg
 
 G = torch.Generator().manual_seed(0)
 FEDERATION = Federation.from_arrays(
@@ -18,21 +19,8 @@ FEDERATION = Federation.from_arrays(
 )
 
 
-class Average(Method[Any, Any, Any, Any]):
-    title = "Average"
-
-    def server_init(self, task):
-        return task.common_model(self.title).initial
-
-    def local_update(self, state, down, view):
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
-    def server_update(self, server, total, view):
-        return total
-
-
 def choosing(choose: Any) -> Any:
-    return type("Choosing", (Average,), {"participants": lambda self, s, a: choose(s, a)})()
+    return type("Choosing", (FedAvg,), {"participants": lambda self, s, a: choose(s, a)})()
 
 
 def simulate_privately(method: Any, kind: str, participation: float = 0.5, sampling: str = "poisson") -> Any:
@@ -62,11 +50,11 @@ def test_identifiers_may_be_whole_numbers_of_any_library(convert: Any) -> None:
 
 
 def test_a_client_that_never_trains_cannot_be_chosen() -> None:
-    everybody = choosing(lambda s, a: range(6))
+    all_chosen = choosing(lambda s, a: range(6))
     with pytest.raises(
         TaskError, match=r"Choosing.participants returned the client \d, which is not available"
     ):
-        simulate(everybody, FEDERATION, rounds=1, unseen=0.5)
+        simulate(all_chosen, FEDERATION, rounds=1, unseen=0.5)
     available = simulate(choosing(lambda s, a: a), FEDERATION, rounds=1, unseen=0.5, participation=0.4)
     assert len(available.rounds[1].participants) == 3
 
@@ -98,7 +86,7 @@ def test_the_order_of_the_sampled_clients_changes_no_epsilon() -> None:
 
 
 def test_local_privacy_charges_the_clients_that_a_method_chooses() -> None:
-    expected = simulate_privately(Average(), "local", participation=1.0, sampling="fixed")
-    everybody = simulate_privately(choosing(lambda s, a: a), "local")
-    nobody = simulate_privately(choosing(lambda s, a: []), "local")
-    assert epsilon_of(everybody) == epsilon_of(expected) > epsilon_of(nobody) == 0
+    expected = simulate_privately(FedAvg(), "local", participation=1.0, sampling="fixed")
+    all_chosen = simulate_privately(choosing(lambda s, a: a), "local")
+    none_chosen = simulate_privately(choosing(lambda s, a: []), "local")
+    assert epsilon_of(all_chosen) == epsilon_of(expected) > epsilon_of(none_chosen) == 0

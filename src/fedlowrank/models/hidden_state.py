@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, TaskError
+from ..core.io.text import list_first
 from ..core.key import Key
 from ..core.learning.losses import Loss
 from ..core.tree import map_leaves
@@ -222,9 +223,7 @@ def _list_changes(before: nn.Module, after: nn.Module) -> str:
         ]
     if not changes:
         return "no attribute shows it, so look for global variables, counters in objects and random generators of its own"
-    remaining_count = len(changes) - _MAX_NAMES
-    more = f" and {remaining_count} more" if remaining_count > 0 else ""
-    return f"forward changes the attribute{'s' if len(changes) > 1 else ''} {', '.join(changes[:_MAX_NAMES])}{more}"
+    return f"forward changes the attribute{'s' if len(changes) > 1 else ''} {list_first(changes, _MAX_NAMES)}"
 
 
 def _hidden_state_error(model: Architecture, mode: str, changes: str) -> TaskError:

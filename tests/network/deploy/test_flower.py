@@ -183,13 +183,12 @@ def list_content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("locked", ["run", "run.clients"])
-@pytest.mark.parametrize("has_run", [True, False])
+@pytest.mark.parametrize(
+    ("locked", "has_run"), [("run", True), ("run.clients", True), ("run.clients", False)]
+)
 def test_a_simulation_that_runs_is_not_moved_by_a_refused_command(
     locked: str, force: bool, has_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if locked == "run" and not has_run:
-        pytest.skip("no folder to lock")
     from fedlowrank.cli.deployment.network_commands import run_simulation
     from fedlowrank.network import flower
 
