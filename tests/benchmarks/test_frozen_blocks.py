@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.counted_logits import CountedLogits
 from helpers.frozen_blocks import FrozenBlocks
 
 transformers = pytest.importorskip("transformers")
@@ -55,3 +56,37 @@ def test_remembered_blocks_do_not_run() -> None:
             model.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(3)
         torch.testing.assert_close(model(input_ids=ids).logits, expected)
     assert not torch.allclose(model(input_ids=ids).logits, expected)
+
+
+def test_states_behind_a_common_beginning_are_those_of_whole_texts() -> None:
+    model = _llama()
+    texts = [torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 9, 4, 3, 11])]
+    states = FrozenBlocks(model, 2, {}).compute_states(texts, 2)
+    for k, text in enumerate(texts):
+        expected = model.model(input_ids=text[None]).last_hidden_state[0, 2:]
+        torch.testing.assert_close(states[k, : len(expected)], expected)
+
+
+def test_logits_that_the_loss_counts_and_gradients_are_those_of_the_whole_model() -> None:
+    model = _llama()
+    weight = model.get_parameter("model.layers.2.mlp.up_proj.weight").requires_grad_()
+    texts = torch.tensor([[5, 6, 7, 8, 2, 2], [9, 4, 3, 11, 12, 2]])
+    labels = torch.tensor([[-100, -100, 7, 8, -100, -100], [-100, -100, -100, -100, 12, -100]])
+    counted = torch.tensor([[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0]]).bool()
+
+    def compute(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = model(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(
+            scores[:, :-1].transpose(1, 2), labels[:, 1 : ids.shape[1]], ignore_index=-100
+        )
+        (gradient,) = torch.autograd.grad(loss, weight)
+        return scores[counted[:, : ids.shape[1]]].detach(), gradient
+
+    expected = compute(texts)
+    with CountedLogits(model, zip(texts, labels, strict=True)).used():
+        torch.testing.assert_close(compute(texts), expected)
+        # padded to another width
+        torch.testing.assert_close(compute(texts[:, :5]), expected)
+        others = model(input_ids=texts).logits[~counted]
+        assert (others == 0).all()
+    assert not (model(input_ids=texts).logits == 0).any()
