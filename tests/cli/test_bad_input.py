@@ -528,9 +528,9 @@ def test_a_report_that_cannot_be_written(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file)
     Path("plain").write_text("")
-    message = refused(capsys, "report", "runs/small/fedavg-s0", "--latex", "t.txt", "--csv", "./t.txt")
-    assert "--latex and --csv both name t.txt" in message
-    assert not Path("t.txt").exists()
+    message = refused(capsys, "report", "runs/small/fedavg-s0", "--latex", "t", "--csv", "./t")
+    assert "--latex and --csv both name t" in message
+    assert not Path("t").exists()
     assert "plain" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "plain/report.html")
     assert "runs" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "runs")
     pytest.importorskip("tensorboard")
@@ -677,3 +677,21 @@ def test_an_empty_path(option: str, capsys: Capsys) -> None:
     with pytest.raises(SystemExit):
         main(["run", str(write(Path())), option, "", "--force"])
     assert "the path is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        # the tables beside a page would overwrite it
+        (["report", "runs", "-o", "all.md"], "all.html"),
+        (["report", "runs", "--latex", "t.csv"], "t.tex"),
+        (["report", "runs", "--csv", "t.parquet"], "t.csv"),
+        (["predict", "runs/a", "-o", "p.json"], "p.csv"),
+        (["score", "runs/a", "--task", "perplexity", "-o", "s.json.gz"], "s.json"),
+        (["export", "runs/a", "-o", "m.pt"], "m.safetensors"),
+    ],
+)
+def test_a_name_of_another_format(arguments: list[str], name: str, capsys: Capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"Choose a name such as {name}" in capsys.readouterr().err

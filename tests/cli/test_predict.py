@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.io.compressed_files import write_table
 from fedlowrank.results.records import RunRecord
 from tests.cli.small_experiment import SMALL, done, files, refused, write
 
@@ -60,7 +62,8 @@ def test_the_ending_of_a_table_chooses_its_compression(capsys: Capsys) -> None:
     with zipfile.ZipFile("p.csv.ZIP") as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == {"p.csv": expected}
     for name, ending in (("p.csv.zst", ".zst"), ("p.tar.gz", ".tar")):
-        assert f"{name}: {ending} is not supported" in refused(capsys, "predict", folder, "-o", name)
+        with pytest.raises(ConfigError, match=f"{name}: {ending} is not supported"):
+            write_table(Path(name), [b""])
         assert not Path(name).exists()
     done(capsys, "report", folder, "--csv", "v.csv.gz")
     assert gzip.decompress(Path("v.csv.gz").read_bytes()).startswith(b"run,method,seed,")

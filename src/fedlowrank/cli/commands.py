@@ -323,11 +323,6 @@ def report(
     """
     runs, damaged_count = read_each(folders, read_for_report)
     records = sort_runs(runs)
-    if out.suffix in (".md", ".csv"):
-        raise ConfigError(
-            f"-o {out} names the page; its tables are beside it as {out.stem}.md and {out.stem}.csv. Choose a name such as "
-            f"{out.with_suffix('.html').name}"
-        )
     for option, path in (("--latex", latex), ("--csv", csv)):
         if path is not None and path.resolve() in {
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")

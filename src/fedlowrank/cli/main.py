@@ -68,8 +68,26 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _file(*endings: str) -> Callable[[str], Path]:
+    """Make a reader of the path of a file in one format, whose name has an ending of that format or none."""
+
+    def read(text: str) -> Path:
+        path = _path(text)
+        if path.suffix and not path.name.lower().endswith(endings):
+            raise argparse.ArgumentTypeError(
+                f"{text} ends in {path.suffix}, but is written as {endings[0]}. Choose a name such as "
+                f"{path.with_name(path.name.split('.')[0] + endings[0])}"
+            )
+        return path
+
+    return read
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
+
+
+_CSV = _file(".csv", *(f".csv{ending}" for ending in (".gz", ".bz2", ".xz", ".zip")))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,16 +186,22 @@ def parser() -> argparse.ArgumentParser:
     command("status", "deployment.status:show", runs_parser, "how runs stand, and which process writes them")
 
     add = command("report", "commands:report", runs_parser, "tables and pictures of finished runs")
-    add("-o", "--out", type=_path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
+    add(
+        "-o",
+        "--out",
+        type=_file(".html", ".htm"),
+        default=Path("report.html"),
+        help="HTML page; .md and .csv go beside it",
+    )
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tables", action="store_true", help=TABLES)
     add(
         "--latex",
-        type=_path,
+        type=_file(".tex"),
         metavar="FILE",
         help="also write the results as LaTeX (booktabs); with --tables all",
     )
-    add("--csv", type=_path, metavar="FILE", help="also write every value: run, round, client, metric, ...")
+    add("--csv", type=_CSV, metavar="FILE", help="also write every value: run, round, client, metric, ...")
     add("--tensorboard", type=_path, help="also write TensorBoard event files to this folder")
     add("--figures", type=_path, nargs="?", const=True, metavar="DIR",
         help="also write every figure as .svg, .pdf and .png, with a contact sheet (default: DIR beside the page)")  # fmt: skip
@@ -194,7 +218,13 @@ def parser() -> argparse.ArgumentParser:
         default="small",
         help="least bytes, or least work (default: small)",
     )
-    add("-o", "--out", type=_path, default=Path("model.safetensors"), help="file; default: %(default)s")
+    add(
+        "-o",
+        "--out",
+        type=_file(".safetensors"),
+        default=Path("model.safetensors"),
+        help="file; default: %(default)s",
+    )
 
     add = command(
         "predict",
@@ -207,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rows", type=_path, metavar="FILE",
         help="predict for the rows of this table instead, of a run on a table; columns are matched by name")  # fmt: skip
     add("--series", help="which model of the method (default: its headline)")
-    add("-o", "--out", type=_path, default=Path("predictions.csv"), help="CSV file; default: %(default)s")
+    add("-o", "--out", type=_CSV, default=Path("predictions.csv"), help="CSV file; default: %(default)s")
     add("--confusion", type=_path, dest="confusion_matrix", metavar="FILE",
         help="also draw the confusion matrix (.svg, .png or .pdf)")  # fmt: skip
 
@@ -273,7 +303,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", action="append", default=[], dest="models",
         help="server, base, or a client's name or number; may be repeated")  # fmt: skip
-    add("-o", "--out", type=_path, help="also write the scores to this JSON file")
+    add("-o", "--out", type=_file(".json"), help="also write the scores to this JSON file")
 
     add = command(
         "serve",
