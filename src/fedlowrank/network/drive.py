@@ -12,11 +12,8 @@ from typing import Any
 
 from ..config.experiment import ExperimentConfig
 from ..core.contract import AnyMethod
-from ..core.contract.hook_results import check_client_model
 from ..core.errors import ConfigError, ResumeRefusedError
-from ..core.io.atomic_files import as_checkpoint_error
-from ..engines.engine import client_view
-from ..engines.sequential import Sequential
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..results.records import RoundRecord
 from ..rounds.callbacks import settings_callbacks
 from ..rounds.config_changes import check_changes
@@ -37,6 +34,7 @@ from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .messages import digest_sections
 from .network_run import NetworkRun
+from .operation.common_model import find_common_model
 from .operation.start_checks import check_network_experiment, check_secure_method, check_secure_start
 from .operation.validation_decline import (
     PausedError,
@@ -54,6 +52,9 @@ from .site.signatures import OrderSigner
 from .transport import Transport
 
 logger = logging.getLogger(__name__)
+
+_NO_MODEL_FILE = "README.md"
+"""Stands in the folder of models where a method has no model of the server, and says so."""
 
 
 def drive(
@@ -327,7 +328,7 @@ def _wait_for_late_clients(
     )
     if not _wait_for_same_form(engine, min_clients):
         folder = RunFolder(run_path, {}, [])
-        if experiment.language is not None and not any((run_path / "adapters").glob("*/server")):
+        if experiment.language is not None and not _is_model_written(run_path):
             raise NetworkError(
                 f"the run in {run_path} is over, but the server's model is not written, for which the server needs the form of "
                 f"a client's texts, and no client came within {seconds:g} s. Start one again by `fedlowrank join`"
@@ -350,20 +351,26 @@ def _wait_for_same_form(engine: NetworkEngine, min_clients: int) -> list[int]:
     return client_ids
 
 
+def _is_model_written(run_path: Path) -> bool:
+    """Whether :func:`_write_model` has ended."""
+    return any(any((run_path / "adapters").glob(f"*/{name}")) for name in ("server", _NO_MODEL_FILE))
+
+
 def _write_model(run: NetworkRun, run_path: Path) -> None:
-    """Write the server's model to an adapter folder, if it is a language model."""
+    """Write the server's language model to an adapter folder, or a note if the method has none; nothing for other models."""
     companion = run.federation.companion
     if companion is None:
         return
-    info, task, t = run.federation.infos[0], run.task, max(run.round - 1, 0)
-    trainer = Sequential().trainer(run.method, run.federation, t, info)
-    view = client_view(run.federation, task, info, t, trainer)
-    state = run.method.client_init(info, task)
-    params = run.method.server_model(run.state.server, state, view)
-    if params is None:
-        down = run.method.download(run.state.server, info)
-        params = check_client_model(run.method, run.method.client_model(state, down, view)).whole()
     folder = run_path / "adapters" / f"round-{run.round:04d}"
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    companion.write_one(folder / "server", params, run.round, None)
+    params = find_common_model(run)
+    if params is not None:
+        companion.write_one(folder / "server", params, run.round, None)
+        return
+    reason = (
+        f"{run.method.title} has no model of the server: each client has one of its own, which it keeps in the folder model of "
+        "its client folder"
+    )
+    logger.info("%s", reason)
+    write_atomically(folder / _NO_MODEL_FILE, f"{reason}.\n".encode())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from ...core import tree
 from ...core.tree import Params
 from .client_models import infers_by_one_model
 
@@ -35,10 +34,6 @@ def find_server_model(run: Run) -> Params | None:
     shared_params = first_model.personal()
     for info in other_clients:
         model = run.local_model(info)
-        if not (_are_equal(shared_params, model.personal()) and infers_by_one_model(run, info, model)):
+        if not (tree.equal(shared_params, model.personal()) and infers_by_one_model(run, info, model)):
             return None
     return shared_params
-
-
-def _are_equal(a: Params, b: Params) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
