@@ -198,7 +198,7 @@ def chosen_settings(tuning: Path) -> dict[str, str]:
     for method, own in tried.groupby("method", sort=False):
         (best,) = own[own["chosen"]][fields].to_dict("records")
         rates = own["optimizer.lr"]
-        star = "*" if best["optimizer.lr"] in (rates.min(), rates.max()) else ""
+        star = r"\*" if best["optimizer.lr"] in (rates.min(), rates.max()) else ""
         parts = [f"{best['optimizer.lr']:g}{star}"]
         others = {f: v for f, v in best.items() if f != "optimizer.lr" and pd.notna(v)}
         found[str(method)] = ", ".join([*parts, *(f"{f} = {v:g}" for f, v in others.items())])

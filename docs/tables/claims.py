@@ -260,6 +260,7 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
 
 def _estimate_with_label(case: Case) -> str:
     notes = ["loss (lower is better)"] * (case.unit == "loss")
+    notes += [f"{case.judged.n} seeds"] * (case.unit != "runs")
     if case.judged.mark == "open" and any(case.diverged) and not case.judged.low <= 0 <= case.judged.high:
         notes.append(f"diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}")
     return f"{case.estimate}<br>{', '.join([case.label, *notes])}"
@@ -317,7 +318,8 @@ def verdicts_table() -> str:
 def _describe_claim(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
     """The claim with its verdict, what the paper and these experiments say of it, and a row for each comparison."""
     said = [("The paper", claim["reported"]), ("Here", claim.get("measured", ""))]
-    lines = [f"**{claim['claim']}** Verdict: **{verdict}**.", ""]
+    text = claim["claim"].replace("*", r"\*")
+    lines = [f"**{text}** Verdict: **{verdict}**.", ""]
     lines += [f"- {who}: {sentence}" for who, text in said for sentence in split_sentences(text)]
     if cases:
         head = ["comparison", "the paper", "here", "inside", "task", "diverged", "mark"]

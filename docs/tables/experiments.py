@@ -369,9 +369,9 @@ def _chosen(name: str) -> dict[str, str]:
 
 
 def _name_setting(field: str, value: str, tried: set[str]) -> str:
-    """A chosen value; marked by ``*`` where it is the smallest or largest of those that were tried."""
+    """A chosen value; marked by a star where it is the smallest or largest of those that were tried."""
     numbers = [float(v) for v in tried] if all(re.fullmatch(r"[-+.e\d]+", v) for v in tried) else []
-    edge = "*" if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) else ""
+    edge = r"\*" if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) else ""
     return f"{field.rpartition('.')[2]} {value}{edge}"
 
 

@@ -259,7 +259,7 @@ def test_a_task_whose_only_method_diverged_everywhere(
     running.keep_figures(small_league / "tasks" / "digits.toml", league.FIGURES, "fedavg", out, figures)
     league.write()
     page = (small_league / "league.md").read_text()
-    assert "| 1 | 1–1 | FedAvg | diverged | – | – | – | – | 0.1* | 0 of 2 |" in page
+    assert "| 1 | 1–1 | FedAvg | diverged | – | – | – | – | 0.1\\* | 0 of 2 |" in page
     assert "Not run yet: Ditto." in page
 
 
