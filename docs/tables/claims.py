@@ -198,6 +198,12 @@ DECIDING_MARKS = {
 }
 """Marks that show the reason of a verdict."""
 
+FORMS = {
+    "every": "<br><small>needs all comparisons</small>",
+    "one": "<br><small>one comparison is enough</small>",
+}
+"""What a verdict needs, where the claim is no direction; see ``judge_claim``."""
+
 
 def deciding_cases(cases: Sequence[Case], verdict: str) -> list[Case]:
     """The comparisons that show the reason of a verdict where the nearest one does not.
@@ -243,27 +249,31 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
         return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
     effect = near.reported if near.effects else claim.get("effect", "–")
-    others = [f"<br><small>{_estimate_with_label(case)}</small>" for case in deciding_cases(cases, verdict)]
+    others = [
+        f"<br><small>{_estimate_with_label(case, case.label)}</small>"
+        for case in deciding_cases(cases, verdict)
+    ]
+    form = FORMS.get(claim.get("asks", "each"), "")
     task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
     return table_row(
         [
             name,
             effect,
-            _estimate_with_label(near),
+            _estimate_with_label(near, label_of(claim, near)),
             task,
             near.inside,
             *counts,
-            f"**{verdict}**{''.join(others)}",
+            f"**{verdict}**{form}{''.join(others)}",
         ]
     )
 
 
-def _estimate_with_label(case: Case) -> str:
+def _estimate_with_label(case: Case, label: str) -> str:
     notes = ["loss (lower is better)"] * (case.unit == "loss")
     notes += [f"{case.judged.n} seeds"] * (case.unit != "runs")
     if case.judged.mark == "open" and any(case.diverged) and not case.judged.low <= 0 <= case.judged.high:
         notes.append(f"diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}")
-    return f"{case.estimate}<br>{', '.join([case.label, *notes])}"
+    return f"{case.estimate}<br>{', '.join([label, *notes])}"
 
 
 def _count_mark(cases: Sequence[Case], mark: str) -> str:

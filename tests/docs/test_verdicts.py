@@ -246,7 +246,8 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
         assert cell == str(len(own)) + (f" ({sum(own)}†)" if any(own) else "")
 
     text = (RESULTS / claim["page"]).read_text().split("<!-- evidence claims -->")[1]
-    heading = f"**{claim['claim']}** Verdict: **{verdict}**."
+    name = claim["claim"].replace("*", r"\*")
+    heading = f"**{name}** Verdict: **{verdict}**."
     assert text.count(heading) == 1
     lines = text.split(heading)[1].split("\n**")[0].splitlines()
     lines = [line for line in lines if line.startswith("| ")][2:]
