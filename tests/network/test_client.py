@@ -387,7 +387,7 @@ def test_a_client_that_infers_by_several_models_says_which_one_it_wrote(
     answer(run, tmp_path / "client")
     run.step()
     answer(run, tmp_path / "client", stamp=1, train=False, evaluate=True, last=True)
-    assert "client 1 infers by several models" in caplog.text
+    assert "client 1 infers by more than the scores of one model" in caplog.text
 
 
 # -- data of one's own

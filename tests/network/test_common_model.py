@@ -59,6 +59,8 @@ def test_the_server_of_a_network_writes_the_model_of_the_simulation(method: str,
         (note,) = written.iterdir()
         assert "no model of the server" in note.read_text()
         assert note.read_text() in [f"{line}.\n" for line in lines]
+        adapters = list(tmp_path.glob("client-*/*/model/adapter"))
+        assert len(adapters) == (0 if method == "fedem" else 2)
     else:
         actual, expected = (
             safetensors.torch.load_file(folder / "server" / "adapter_model.safetensors")

@@ -83,6 +83,9 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = "model.safetensors"
 """Name of the file with the parameters of a client's model, in the folder ``model`` of a run."""
 
+PARTIAL_MODEL = {"inference": "more than this model"}
+"""Metadata of a model file that does not give the client's scores alone."""
+
 REJECTION_FILE = "rejected.txt"
 """Name of the file in a client's folder with the server's reason for rejecting the client."""
 
@@ -784,16 +787,22 @@ class ClientRuntime:
     def _write_model(self, folder: Path, local_model: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in local_model.personal().items()}
         x = self.federation.clients[self.client].train.x
-        if not local_model.is_one_model({n: t[:4] for n, t in x.items()} if isinstance(x, dict) else x[:4]):
+        is_whole = local_model.is_one_model(
+            {n: t[:4] for n, t in x.items()} if isinstance(x, dict) else x[:4]
+        )
+        if not is_whole:
             logger.warning(
-                "client %d infers by several models: %s holds the one with the largest share alone",
+                "client %d infers by more than the scores of one model, such as a mixture of several: %s holds only "
+                "the weights of one, from which predict --rows makes no predictions, and there is no adapter",
                 self.client,
                 folder / MODEL_FILE,
             )
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)
-        write_atomically(folder / MODEL_FILE, safetensors.torch.save(params))
-        if self.language is not None:
+        write_atomically(
+            folder / MODEL_FILE, safetensors.torch.save(params, None if is_whole else PARTIAL_MODEL)
+        )
+        if self.language is not None and is_whole:
             self.language.write_one(folder / "adapter", local_model.personal(), round, self.client)
 
 

@@ -26,7 +26,7 @@ def make_table(seed: int, count: int = 60) -> pd.DataFrame:
     return pd.DataFrame({"age": age, "site": seed, "dose": dose, "ill": ill})
 
 
-def run_at_sites(folder: Path, normalize: str) -> list[Path]:
+def run_at_sites(folder: Path, normalize: str, method: str = "ditto") -> list[Path]:
     """Folders of three clients after a run; each has its own table."""
     data = {
         "source": "csv",
@@ -36,7 +36,7 @@ def run_at_sites(folder: Path, normalize: str) -> list[Path]:
         "classes": CLASSES,
         "normalize": normalize,
     }
-    made = small("ditto", rounds=2, data=data)
+    made = small(method, rounds=2, data=data)
     carrier = LocalTransport({100 + i: folder / f"client-{i}" for i in range(3)})
     for node, client_folder in carrier.folders.items():
         i, path = node - 100, folder / f"{node - 100}.csv"
@@ -98,3 +98,14 @@ def test_what_cannot_be_predicted_is_refused(tmp_path: Path, capsys: Capsys) -> 
         file.unlink()
     assert main(["predict", str(folder), "--rows", rows]) == 1
     assert "holds no model yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["fedem", "ensemble"])
+def test_a_client_that_infers_by_more_than_a_model_predicts_nothing_by_its_weights(
+    method: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    folder, *_ = run_at_sites(tmp_path, "none", method)
+    rows, out = str(tmp_path / "0.csv"), tmp_path / "predictions.csv"
+    assert main(["predict", str(folder), "--rows", rows, "-o", str(out)]) == 1
+    assert "infers by more than the scores of one model" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()

@@ -18,7 +18,7 @@ from ...data.federation import hash_examples
 from ...results.evaluation.pools import make_pool
 from ...results.evaluation.scoring import score_sets
 from ...rounds.outcome.predictions import tabulate_rows
-from ..client import MODEL_FILE, ClientRuntime, parse_own_experiment
+from ..client import MODEL_FILE, PARTIAL_MODEL, ClientRuntime, parse_own_experiment
 
 
 def predict_at_site(folder: Path, rows: Path) -> tuple[pd.DataFrame, Path]:
@@ -35,7 +35,7 @@ def predict_at_site(folder: Path, rows: Path) -> tuple[pd.DataFrame, Path]:
         runs that of the last one.
 
     Raises:
-        ConfigError: if the client trained a language model, or on data of the experiment.
+        ConfigError: if the client trained a language model, or on data of the experiment, or infers by a mixture of models.
         CheckpointError: if there is no model yet.
         DataError: if the client's file has changed, the table lacks a column, or a cell cannot be used.
     """
@@ -65,9 +65,16 @@ def predict_at_site(folder: Path, rows: Path) -> tuple[pd.DataFrame, Path]:
     federation = runtime.federation
     model = federation.architectures[federation.infos[runtime.client].architecture]
     try:
+        with safetensors.safe_open(file, "pt") as stored:
+            metadata = stored.metadata()
         params = safetensors.torch.load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
+    if metadata == PARTIAL_MODEL:
+        raise ConfigError(
+            f"client {runtime.client} infers by more than the scores of one model, such as a mixture of several, and {file} "
+            "holds the weights of one. Use a method that infers by one model, such as IFCA, or Ensemble with mix = 'weights'"
+        )
 
     def score(examples: Examples) -> Tensor:
         with torch.inference_mode():
