@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedlowrank.core.contract import Each, Mean, Sum
-from fedlowrank.core.contract.contribution import Aggregator, RunningMean, fault_of
+from fedlowrank.core.contract.contribution import Aggregator, RunningMean, fault_of, find_not_finite
 from fedlowrank.core.tree import TreeError
 
 VALUES = {c: torch.randn(5, generator=torch.Generator().manual_seed(c)) for c in (3, 5, 8, 9)}
@@ -174,8 +174,62 @@ def test_a_weight_that_is_none_is_refused_with_its_client() -> None:
         with pytest.raises(TreeError, match="weight of a Mean is a number"):
             Mean(torch.ones(1), weight)
     for weight in (-1.0, float("nan"), float("inf")):
-        said = rf"weight of the mean at /m .* of client 5 is {weight}"
+        said = rf"the contribution of client 5: the weight of the mean at /m is {weight}"
         with pytest.raises(TreeError, match=said):
             Aggregator([5]).add(5, {"m": Mean(torch.ones(1), weight)})
         with pytest.raises(TreeError, match=said):
             Aggregator([3, 5]).add_rows([3, 5], {"m": Mean(torch.ones(2, 1))}, {"/m": [1.0, weight]})
+
+
+@pytest.mark.parametrize("kind", [Mean, Sum])
+@pytest.mark.parametrize("is_cohort", [False, True])
+@pytest.mark.parametrize(
+    ("value", "form"),
+    [
+        (torch.ones(1), r"torch.float32 \[1\]"),
+        (torch.tensor(1.0), r"torch.float32 \[\]"),
+        (torch.ones(8).half(), r"torch.float16 \[8\]"),
+        (torch.ones(8).long(), r"torch.int64 \[8\]"),
+    ],
+    ids=["broadcast", "number", "half", "whole"],
+)
+def test_a_value_of_another_form_is_refused_with_its_client_and_place(
+    kind: Any, is_cohort: bool, value: torch.Tensor, form: str
+) -> None:
+    """PyTorch would add them all, and the sum would be wrong."""
+    aggregator = Aggregator([0, 1, 2])
+    aggregator.add(0, {"m": kind({"0.bias": torch.ones(8)})})
+    said = rf"^the contribution of client 1: .*; at /m/0.bias this one has {form}, those before it torch.float32 \[8\]$"
+    rows = {"m": kind({"0.bias": torch.stack([value, value])})}
+    add_rows = partial(aggregator.add_rows, [1, 2], rows, {"/m": [1.0, 1.0]})
+    with pytest.raises(TreeError, match=said):
+        add_rows() if is_cohort else aggregator.add(1, {"m": kind({"0.bias": value})})
+
+
+@pytest.mark.parametrize("kind", [Mean, Sum])
+def test_a_missing_key_is_named_with_its_client(kind: Any) -> None:
+    aggregator = Aggregator([0, 3])
+    aggregator.add(0, kind({"w": torch.ones(2), "b": torch.ones(1)}))
+    said = "^the contribution of client 3: trees differ at the top: the second dict lacks 'b'$"
+    with pytest.raises(TreeError, match=said):
+        aggregator.add(3, kind({"w": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("is_cohort", [False, True])
+def test_a_sum_takes_keys_in_any_order_and_whole_numbers_of_any_type(is_cohort: bool) -> None:
+    aggregator = Aggregator([0, 1])
+    aggregator.add(0, Sum({"a": torch.tensor([1.0]), "n": torch.tensor([2], dtype=torch.int16)}))
+    second = {"n": torch.tensor([True]), "a": torch.tensor([10.0])}
+    if is_cohort:
+        aggregator.add_rows([1], Sum({key: t[None] for key, t in second.items()}), {})
+    else:
+        aggregator.add(1, Sum(second))
+    assert {key: float(t) for key, t in aggregator.finish().items()} == {"a": 11.0, "n": 3.0}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_looked_for_where_they_count(bad: float) -> None:
+    t = torch.tensor([1.0, bad])
+    assert find_not_finite({"a": [Mean({"w": t})]}) == "/a/0/w"
+    assert find_not_finite(Sum(t)) == ""
+    assert find_not_finite([Mean(t, 0.0), Each(t), Mean(torch.ones(2))]) is None

@@ -18,7 +18,8 @@ from fedlowrank import (
     simulate,
     supervised_loss,
 )
-from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.core.contract.hook_results import NonFiniteResultError, check_pair, check_server_state
+from fedlowrank.core.errors import FedlowrankError, NonFiniteError, TaskError
 
 X = torch.linspace(-1, 1, 60).reshape(12, 5)
 FEDERATION = Federation.from_arrays([(X, torch.arange(12) % 2)] * 2, torch.nn.Linear(5, 2), val=0)
@@ -244,3 +245,85 @@ def test_a_state_may_grow_and_its_types_may_widen(settings: dict[str, Any]) -> N
         },
     }  # fmt: skip
     simulate(type("My", (Plain,), hooks)(), FEDERATION, rounds=3, **settings)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_server_state_that_becomes_not_finite_is_named_with_hook_and_round(bad: float) -> None:
+    before = {"x": torch.ones(2), "bound": torch.tensor(bad), "best": float("inf")}
+    # what the server began with may stay, and Python numbers may be anything
+    assert check_server_state(Plain(), before, before, 2) is before
+    said = r"round 3: the server's state that Plain.server_update returned holds a NaN or an infinity at /x\. Look"
+    with pytest.raises(NonFiniteError, match=said):
+        check_server_state(Plain(), before, {**before, "x": torch.tensor([1.0, bad])}, 2)
+    with pytest.raises(NonFiniteError, match=r"^the server's state .* at /new"):
+        check_server_state(Plain(), before, {**before, "new": torch.tensor(bad)})
+
+
+def test_an_error_of_a_result_can_be_made_again_in_another_process() -> None:
+    for error in (
+        NonFiniteResultError("the server's state", None, "/x", "Look."),
+        NonFiniteResultError("what contribution returned", 2, "", "Look.", 3, "client 3"),
+    ):
+        make, arguments = error.__reduce__()
+        copied = make(*arguments)
+        assert (str(copied), copied.finding, copied.client_id) == (str(error), error.finding, error.client_id)
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "drop"])
+def test_a_nan_of_the_server_is_not_blamed_on_a_client_of_the_next_round(on_nan: str) -> None:
+    hooks = {
+        "server_init": lambda s, t: {"w": t.common_model("My").initial, "side": torch.zeros(1)},
+        "download": lambda s, a, c: a["w"],
+        "server_update": lambda s, a, t, v: {"w": t, "side": a["side"] / (1 - v.round)},
+    }
+    with pytest.raises(
+        NonFiniteError, match=r"My.server_update returned holds a NaN or an infinity at /side"
+    ):
+        simulate(type("My", (Plain,), hooks)(), FEDERATION, rounds=3, on_nan=on_nan)
+
+
+def test_a_wider_type_is_warned_of_where_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    before = {"w": torch.zeros(2), "n": torch.tensor(1)}
+    check_server_state(Plain(), before, {"w": torch.zeros(2), "n": torch.tensor(1.0)})
+    assert not caplog.records
+    check_server_state(Plain(), before, {**before, "w": torch.zeros(2).double()})
+    (record,) = caplog.records
+    assert (
+        "Plain.server_update returned torch.float64 at /w of the server's state, which had torch.float32"
+        in record.message
+    )
+    assert "by .to(torch.float32)" in record.message
+
+
+def test_a_client_state_that_is_lost_is_refused() -> None:
+    assert check_pair(Plain(), (None, {})) == (None, {})
+    with pytest.raises(
+        TaskError,
+        match=r"local_update returned None for the client's next state, which was a dict of a Tensor",
+    ):
+        check_pair(Plain(), (None, {}), {"c": torch.zeros(1)})
+
+
+SWAPPED = {
+    "download": {"local_update": lambda s, c, d, v: (s.trained(d, v), None)},
+    "contribution": {
+        "local_update": lambda s, c, d, v: (s.trained(d, v), None),
+        "contribution": lambda s, a, u, c: Mean(u, 1.0),
+        "client_model": lambda s, c, d, v: ClientModel(d),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_a_round_without_uploads_is_warned_of_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    simulate(type("My", (Plain,), SWAPPED[kind])(), FEDERATION, rounds=3)
+    assert [r.message for r in caplog.records if "no client sent an upload" in r.message] == [
+        "round 1: no client sent an upload, so the state of the server stays as it is. local_update must return (state, "
+        "upload), in this order"
+    ]
+
+
+def test_clients_that_train_alone_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    simulate("standalone", FEDERATION, rounds=2)
+    simulate(Plain(), FEDERATION, rounds=2)
+    assert not [r for r in caplog.records if "no client sent an upload" in r.message]

@@ -575,6 +575,27 @@ def test_trees_that_differ_are_refused_with_the_path(a: Any, b: Any, path: str) 
         mean([a, b], [1, 1])
 
 
+@pytest.mark.parametrize("function", [tree.add, tree.sub])
+@pytest.mark.parametrize("shape", [(1,), (), (2, 8), (1, 8)])
+def test_tensors_of_other_shapes_are_not_broadcast(function: Any, shape: tuple[int, ...]) -> None:
+    a = {"w": torch.ones(3), "b": torch.ones(8)}
+    with pytest.raises(
+        TreeError, match=r"at /b the first has \[8\] and the second \[" + ", ".join(map(str, shape))
+    ):
+        function(a, {"w": torch.ones(3), "b": torch.ones(shape)})
+
+
+def test_the_difference_of_two_dicts_is_named_in_few_words() -> None:
+    many = {f"layer{i}": torch.ones(1) for i in range(20)}
+    said = (
+        "the second dict lacks 'layer0', 'layer1', 'layer2', 'layer3', 'layer4', ... and has in addition 'x'$"
+    )
+    with pytest.raises(TreeError, match=said):
+        tree.add(many, {"x": torch.ones(1)})
+    with pytest.raises(TreeError, match=r"at the top: a dict and None$"):
+        tree.add(many, None)
+
+
 def test_keys_in_another_order_are_matched_by_name() -> None:
     a = {"x": torch.tensor([1.0]), "y": torch.tensor([2.0])}
     b = {"y": torch.tensor([20.0]), "x": torch.tensor([10.0])}

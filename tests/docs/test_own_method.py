@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,6 +163,52 @@ def test_the_experiment_file_names_settings_that_exist() -> None:
     assert made.build_method("my_apfl:TwoPassAPFL").own_epochs == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("folder")
+def test_the_low_rank_method_passes_every_check(capsys: Capsys) -> None:
+    (command,) = [c for c in COMMANDS if "my_low_rank" in c]
+    assert main(shlex.split(command)) == 0
+    assert "FAILED" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_low_rank_server_has_the_best_approximation_of_the_mean(federation: Federation) -> None:
+    """After a step of all examples: B is 0 at first, so that B A = -lr ∇F AᵀA for each client, by PyTorch and NumPy."""
+    rank, lr = 2, 0.5
+    ranks = [2, 1, 2]
+    infos = [dataclasses.replace(i, rank=r) for i, r in zip(federation.infos, ranks, strict=True)]
+    federation = dataclasses.replace(federation, infos=infos)
+    method = importlib.import_module("my_low_rank").MyLowRank(
+        rank=rank, batch_size=1000, optimizer=SGD(lr=lr)
+    )
+    run = Run(method, federation, RunSettings(rounds=2, participation=1.0), Sequential())
+    initial = run.state.server
+    run.step()
+    module = next(iter(federation.architectures.values())).module
+    for name, w in module.named_parameters():
+        if w.ndim != 2:
+            assert name not in run.state.server
+            continue
+        total = np.zeros(w.shape)
+        for client, r in zip(federation.clients, ranks, strict=True):
+            loss = nn.functional.cross_entropy(module(client.train.x), client.train.y)
+            (gradient,) = torch.autograd.grad(loss, w)
+            a = initial[name].a[:r].double().numpy()
+            total -= len(client.train) * lr * gradient.double().numpy() @ a.T @ a
+        u, s, vt = np.linalg.svd(total / sum(len(c.train) for c in federation.clients))
+        best = (u[:, :rank] * s[:rank]) @ vt[:rank]
+        assert np.abs(best).max() > 1e-3
+        assert np.allclose(run.state.server[name].dense().numpy(), best, atol=1e-6)
+        # the first components are the best approximation of a lower rank
+        pair = method.download(run.state.server, infos[1])[name]
+        assert pair.rank == 1
+        assert np.allclose(pair.dense().numpy(), s[0] * np.outer(u[:, 0], vt[0]), atol=1e-6)
+
+
+def test_the_code_of_the_low_rank_method_is_short() -> None:
+    assert len([line for line in FILES["my_low_rank.py"].splitlines() if line.strip()]) <= 40
+
+
 def test_the_code_of_apfl_is_short() -> None:
     first, second = (text for name, text in BLOCKS if name == "my_apfl.py")
     assert len([line for line in first.splitlines() if line.strip()]) <= 50
@@ -226,7 +273,16 @@ def test_the_tables_of_arguments_are_the_signatures() -> None:
         f"`{f.name}`" for f in dataclasses.fields(Update)
     ]
     assert [f.name for f in dataclasses.fields(ProximalTerm)] == ["strength", "center", "linear"]
-    assert {"task", "round", "key", "replied"} <= {f.name for f in dataclasses.fields(ServerView)}
+    properties = {n for n, v in vars(ServerView).items() if isinstance(v, property)}
+    shown_attributes = re.findall(r"`(\w+)`", " ".join(rows_below("## What the server may use")))
+    assert set(shown_attributes) == {f.name for f in dataclasses.fields(ServerView)} | properties
+
+
+def test_the_rows_of_check_that_the_page_names_exist() -> None:
+    names = re.findall(r"^\| check: `(.*?)` fails", PAGE, re.MULTILINE)
+    assert len(names) >= 10
+    for name in names:
+        assert [row for row in check.CHECKS if name in row], name
 
 
 def test_the_helpers_of_trees_exist_with_these_arguments() -> None:
@@ -254,7 +310,7 @@ def test_a_failed_check_names_the_line_of_the_method(monkeypatch: pytest.MonkeyP
     )
     Path("my_apfl.py").write_text(text)
     monkeypatch.setattr(
-        check, "_CHECKS", {"a client infers": check._CHECKS["a client that never took part can infer"]}
+        check, "_CHECKS", {"a client infers": check._CHECKS["a client that has not trained has a model"]}
     )
     (actual,) = check.check_method(importlib.import_module("my_apfl").MyAPFL())
     line = 1 + next(i for i, one in enumerate(text.splitlines()) if "lambda p, q" in one)

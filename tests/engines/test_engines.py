@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +28,18 @@ from fedlowrank.core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Each,
     Method,
+    Pass,
     ServerView,
     Sum,
     Task,
     Update,
 )
-from fedlowrank.core.errors import NonFiniteError
-from fedlowrank.core.learning.batch_losses import cross_entropy
-from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
+from fedlowrank.core.contract.contribution import mean
+from fedlowrank.core.errors import ConfigError, NonFiniteError
+from fedlowrank.core.learning.batch_losses import cross_entropy, supervised_loss
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.tree import Params, add, dot, sub, zeros_like
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
@@ -221,8 +225,10 @@ class ChangesServer(Plain):
 
 @dataclass(frozen=True)
 class CommitsByMutation(Plain):
+    """Changes its state through ``data``, of which torch keeps no version, so that the run itself does not see it."""
+
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
-        state["count"].add_(1)
+        state["count"].data.add_(1)
         return state, self.trained(down, view)
 
 
@@ -313,6 +319,43 @@ class ClaimsOneModel(Plain):
         return ClientModel({n: p + view.info.id for n, p in down.items()})
 
 
+RANDOM = random.Random(0)
+
+
+@dataclass(frozen=True)
+class ChoosesAtRandom(Plain):
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
+        return RANDOM.sample(available, len(sampled))
+
+
+@dataclass(frozen=True)
+class SortsTheSample(Plain):
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
+        sampled.sort(reverse=True)
+        return sampled
+
+
+@dataclass(frozen=True)
+class ShufflesItsPasses(Plain):
+    def passes(self) -> dict[str, Pass]:
+        return {"local": Pass(1, RANDOM.randrange(1, 1000))}
+
+
+@dataclass(frozen=True)
+class DrawsItsState(Plain):
+    def client_init(self, client: ClientInfo, task: Task) -> Any:
+        return {"count": torch.rand(1)}
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, {n: p + 0.01 * state["count"] for n, p in self.trained(down, view).items()}
+
+
+@dataclass(frozen=True)
+class DrawsItsDownload(Plain):
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        return {n: p + 0.01 * torch.rand(p.shape) for n, p in server.items()}
+
+
 @dataclass(frozen=True)
 class MixesLater(Plain):
     """Mixes the losses of the clients of a cohort, from the second step on: the engine compares the first alone."""
@@ -355,12 +398,12 @@ class CannotFollow(FollowsTwice):
         (ChangesDownload(), "pure", "local_update changes its input in place: its argument 'down'"),
         (ChangesServer(), "pure", "server_update changes its input in place: its argument 'server'"),
         (CommitsByMutation(), "pure", "local_update changes its input in place: its argument 'state'"),
-        (CommitsByMutation(), "lost", "changed its state although its reply was lost"),
+        (CommitsByMutation(), "lost", "in place"),
         (RemembersInItself(), "pure", "local_update gives another result when it is called again"),
         (RemembersInItself(), "resume", "differs"),
         (GlobalNoise(), "pure", "local_update gives another result when it is called again"),
         (GlobalNoise(), "still", "learning rate of 0"),
-        (SeedsTheGenerator(), "pure", "draws from torch's global generator, or seeds it; use view.key"),
+        (SeedsTheGenerator(), "pure", "draws from a global generator of torch, Python or NumPy, or seeds it"),
         (StoresOnItself(), "pure", "stores seen on self"),
         (SendsASet(), "wire", "set"),
         (OwnRate(), "still", "learning rate of 0"),
@@ -368,6 +411,9 @@ class CannotFollow(FollowsTwice):
         (NeedsAState(), "unseen", ""),
         (ClaimsOneModel(), "one_model", "client 1 uses another model"),
         (TakesAnyModel(), "refuses", ""),
+        (ChoosesAtRandom(), "pure", "participants gives another result when it is called again"),
+        (SortsTheSample(), "pure", "participants changes its input in place: its argument 'sampled'"),
+        (ShufflesItsPasses(), "pure", "passes gives another result when it is called again"),
         (MixesLater(), "vectorized", "differs"),
         (FollowsTwice(), "follows", "follow_upload of an unchanged upload is another state"),
         (CannotFollow(), "follows", "KeyError: 'absent'"),
@@ -446,6 +492,99 @@ class DividesByReplied(DividesByAll):
         return view.replied
 
 
+@dataclass(frozen=True)
+class DividesChangesByAll(DescribesTheChange):
+    """Sends changes: at a learning rate of 0 they are 0, whatever they are divided by."""
+
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Any:
+        return Sum({n: p * client.example_count for n, p in upload.items()})
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return add(server, total, 1 / sum(client.example_count for client in self.counted(view)))
+
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.task.clients
+
+
+@dataclass(frozen=True)
+class DividesChangesByReplied(DividesChangesByAll):
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.replied
+
+
+@dataclass(frozen=True)
+class WeighsByPosition(Plain):
+    """Gives the k-th reply the weight of client k, who may not be the one that sent it."""
+
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Any:
+        return Each(upload)
+
+    def server_update(self, server: Params, total: Any, view: ServerView) -> Params:
+        pairs = list(zip(total.values(), self.counted(view), strict=False))
+        return mean([upload for upload, _ in pairs], [client.example_count for _, client in pairs])
+
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.task.clients
+
+
+@dataclass(frozen=True)
+class WeighsByReplied(WeighsByPosition):
+    def counted(self, view: ServerView) -> Sequence[ClientInfo]:
+        return view.replied
+
+
+@dataclass(frozen=True)
+class CountsReplies(DescribesTheChange):
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return add(server, total, len(view.replied) / len(view.task.clients))
+
+
+@dataclass(frozen=True)
+class StepsByShare(DescribesTheChange):
+    """Takes a smaller step if fewer of the clients that can train reply, as the control variate of SCAFFOLD."""
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return add(server, total, view.share)
+
+
+@dataclass(frozen=True)
+class ChoosesByTheWholeTask(Plain):
+    """Sends one of two models by the number of clients: without training, too, so the check cannot compare steps."""
+
+    def download(self, server: Any, client: ClientInfo) -> Params:
+        return server["model"]
+
+    def server_init(self, task: Task) -> Any:
+        model = task.common_model(self.title).initial
+        return {"model": {n: p * (0.5 + len(task.clients) % 2) for n, p in model.items()}}
+
+    def server_update(self, server: Any, total: Params, view: ServerView) -> Any:
+        return {"model": total}
+
+
+@dataclass(frozen=True)
+class SendsInTurn(Plain):
+    """Keeps two models, sends them in turn, and a counter."""
+
+    def server_init(self, task: Task) -> Any:
+        model = task.common_model(self.title).initial
+        return {"models": [model, {n: p + 0.1 for n, p in model.items()}], "turn": 0}
+
+    def download(self, server: Any, client: ClientInfo) -> Params:
+        return server["models"][server["turn"] % 2]
+
+    def server_update(self, server: Any, total: Params, view: ServerView) -> Any:
+        models, turn = list(server["models"]), server["turn"]
+        models[turn % 2] = total
+        return {"models": models, "turn": turn + 1}
+
+
+@dataclass(frozen=True)
+class DecaysInTurn(SendsInTurn):
+    def server_update(self, server: Any, total: Params, view: ServerView) -> Any:
+        return super().server_update(server, {n: 0.9 * p for n, p in total.items()}, view)
+
+
 MEMORY: dict[Any, Params] = {}
 
 
@@ -499,8 +638,11 @@ class DividesByTheNorm(NormalizesTheChange):
 class SendsMeanGradient(DescribesTheChange):
     """Divides by the learning rate, as option II of SCAFFOLD."""
 
+    def total_rate(self, view: ClientView) -> float:
+        return self.optimizer.total_rate(view.round, view.steps("local"))
+
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
-        rate = view.steps("local") * self.optimizer.learning_rate(view.round)
+        rate = self.total_rate(view)
         change = sub(self.trained(down, view), down)
         return {"count": state["count"], "gradient": {n: -t / rate for n, t in change.items()}}, {
             "change": change, "gradient": {n: -t / rate for n, t in change.items()},
@@ -511,6 +653,30 @@ class SendsMeanGradient(DescribesTheChange):
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         return Update({"change": zeros_like(down), "gradient": zeros_like(down)})
+
+
+@dataclass(frozen=True)
+class ForgetsTheSchedule(SendsMeanGradient):
+    def total_rate(self, view: ClientView) -> float:
+        return view.steps("local") * self.optimizer.lr
+
+
+@dataclass(frozen=True)
+class OwnGroup(Plain):
+    """Trains one parameter at a rate that is no field of an optimizer and follows the schedule all the same."""
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        groups = {"head.bias": Group(lr=0.2)}
+        optimizer = dataclasses.replace(self.optimizer, groups=groups)
+        return view.train(supervised_loss(view.model), down, "local", optimizer)
+
+
+@dataclass(frozen=True)
+class RefusesSchedules(ForgetsTheSchedule):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer.schedule != Schedule():
+            raise ConfigError("RefusesSchedules: set no schedule")
 
 
 def message_of(method: AnyMethod, check: str) -> str:
@@ -538,6 +704,12 @@ def message_of(method: AnyMethod, check: str) -> str:
             "still",
             "only if the reply of a client is lost. A mean is over the clients that replied",
         ),
+        (DividesByAll(), "absent", "client 0/body.0.weight differs"),
+        (DividesChangesByAll(), "absent", "use Mean in contribution, or view.replied in server_update"),
+        (WeighsByPosition(), "absent", "and not view.task.clients, which are all clients"),
+        (CountsReplies(), "absent", "view.share is the share of them that replied"),
+        (DecaysInTurn(), "still", "or its server sends other models in other rounds"),
+        (ForgetsTheSchedule(), "schedule", "self.optimizer.total_rate(view.round, view.steps(name))"),
         (RemembersTheRoundBefore(), "resume", "Keep what a later round or client_model reads in the state"),
         (InfersFromMemory(), "resume", "a client infers by another model"),
         (DecaysAtTheServer(), "still", "such as zero_step_settings"),
@@ -554,12 +726,72 @@ def test_a_message_of_the_check_names_the_cause(method: Plain, check: str, says:
     "method",
     [
         DescribesTheChange(), DescribesMore(), DividesByReplied(), NamesItsDecay(), SendsMeanGradient(),
+        SendsInTurn(),
         METHODS["fedit"](training=LoRATraining(wire="int8")),
     ],
     ids=lambda method: type(method).__name__,
 )  # fmt: skip
 def test_a_sound_method_passes_at_a_learning_rate_of_0(method: AnyMethod) -> None:
     assert [message_of(method, check) for check in ("still", "described", "resume")] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Plain(), DividesByReplied(), DividesChangesByReplied(), WeighsByReplied(), StepsByShare(), ChoosesByTheWholeTask()],
+    ids=lambda method: type(method).__name__,
+)  # fmt: skip
+def test_a_sound_server_does_not_depend_on_clients_that_never_train(method: AnyMethod) -> None:
+    assert message_of(method, "absent") == ""
+
+
+@pytest.mark.parametrize("participation", [0.4, 0.6])
+def test_the_methods_that_fail_for_absent_clients_are_no_averages(participation: float) -> None:
+    on = small_federation(False)
+    average, *others = (
+        run_of(method, "sequential", on, participation=participation).state.server
+        for method in (Plain(), DividesChangesByReplied(), WeighsByReplied(), DividesChangesByAll(), WeighsByPosition())
+    )  # fmt: skip
+    gaps = [max(float((server[n] - p).abs().max()) for n, p in average.items()) for server in others]
+    assert all(gap < 1e-6 for gap in gaps[:2])
+    assert all(gap > 1e-4 for gap in gaps[2:])
+
+
+def test_all_clients_that_train_are_no_absent_ones() -> None:
+    # the rule that fails is right if all clients reply, so that only absent ones can show it
+    on = small_federation(False)
+    average, changes = (run_of(m, "sequential", on).state.server for m in (Plain(), DividesChangesByAll()))
+    assert all(torch.allclose(average[n], p, atol=1e-6) for n, p in changes.items())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [SendsMeanGradient(), OwnGroup(), RefusesSchedules(), Plain(optimizer=SGD(lr=0.05, schedule=Schedule(warmup=2)))],
+    ids=lambda method: type(method).__name__,
+)  # fmt: skip
+def test_a_sound_method_passes_the_check_of_schedules(method: AnyMethod) -> None:
+    assert message_of(method, "schedule") == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (ChoosesAtRandom(), "it has no key to draw random numbers from: sampled is already drawn at random"),
+        (DrawsItsState(), "draw random numbers from task.key / client.id alone"),
+        (DrawsItsDownload(), "Draw them in server_init or server_update and keep them in the server's state"),
+        (GlobalNoise(), "draw random numbers from view.key alone"),
+        (StoresOnItself(), "seen"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, Method) else "",
+)
+def test_an_impure_method_gets_one_finding(method: AnyMethod, says: str) -> None:
+    (finding,) = check_method(method)
+    assert finding.name == NAMES["pure"]
+    assert not finding.ok
+    assert says in finding.detail
+    assert finding.detail.endswith("Mend this first: the other checks were not run")
+    # advice of checks that would fail for the same reason, and would be silenced by it
+    assert "uses_rounds" not in finding.detail
+    assert "zero_step_settings" not in finding.detail
 
 
 def test_a_described_change_is_clipped_as_the_model_that_it_leads_to() -> None:
@@ -578,12 +810,12 @@ def test_a_described_change_is_clipped_as_the_model_that_it_leads_to() -> None:
 
 def test_a_check_that_raises_is_reported_not_raised() -> None:
     actual = failed(SendsASet())
-    assert "wire" in actual
-    assert "TreeError" in actual["wire"]
+    assert list(actual) == ["pure"]
+    assert "TreeError" in actual["pure"]
     actual = failed(ReadsAnAbsentName())
-    assert actual["wire"].startswith("KeyError: 'absent'")
+    assert actual["pure"].startswith("KeyError: 'absent'")
     line = inspect.getsourcelines(ReadsAnAbsentName.local_update)[1] + 1
-    assert f"({Path(__file__).name}:{line})" in actual["wire"]
+    assert f"({Path(__file__).name}:{line})" in actual["pure"]
 
 
 # The vectorized engine
@@ -942,7 +1174,9 @@ def test_an_error_of_a_loss_comes_out_with_its_own_message() -> None:
     def change(value: Tensor, _: Params) -> Tensor:
         raise ZeroDivisionError("the loss divides")
 
-    with pytest.raises(ZeroDivisionError, match=r"^the loss divides$") as caught:
+    with pytest.raises(
+        ZeroDivisionError, match=r"^the loss divides\n.*local_update \(client \d, round 1\)$"
+    ) as caught:
         run_of(Varied(change=change), "vectorized", small_federation(False))
     assert caught.value.__context__ is None
 

@@ -18,6 +18,7 @@ from fedlowrank.core.contract import (
     ClientInfo,
     ClientModel,
     ClientView,
+    Mean,
     Method,
     ServerView,
     Sum,
@@ -27,6 +28,7 @@ from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.rounds.round_results import Clock
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
@@ -152,6 +154,101 @@ def test_a_nan_in_an_upload_of_a_finite_training_stops_the_run() -> None:
         run.step()
     assert (caught.value.client_id, caught.value.round, run.round) == (4, 0, 0)
     assert run.state is before
+
+
+@dataclass(frozen=True)
+class BadContribution(FedAvg):
+    """A FedAvg whose server divides by zero for client 4."""
+
+    title = "BadContribution"
+
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Any:
+        scale = 1.0 / (4 - torch.tensor(float(client.id)))
+        return {"model": Mean(tree.map_leaves(lambda t: t * scale, upload), client.example_count)}
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        return total["model"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_contribution_that_is_not_finite_is_named_with_client_hook_and_round(engine: str) -> None:
+    run = run_of(BadContribution(), engine)
+    said = r"^client 4, round 1: what contribution returned holds a NaN or an infinity at /model/weight\. The upload held none"
+    with pytest.raises(NonFiniteError, match=said) as caught:
+        run.step()
+    assert (caught.value.client_id, caught.value.round, run.round) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("settings", [{}, {"robust": Robust("norm_bound")}], ids=["mean", "norm_bound"])
+def test_a_contribution_that_is_not_finite_is_left_out_where_the_run_goes_on(
+    engine: str, settings: Any
+) -> None:
+    run = run_of(BadContribution(), engine, on_nan="drop", **settings)
+    record = run.step()
+    assert list(record.lost) == ["4"]
+    assert "what contribution returned holds a NaN or an infinity at /model/weight" in record.lost["4"]
+    assert all(bool(t.isfinite().all()) for t in tree.tensors(run.state.server))
+    assert 4 not in run.state.clients
+
+
+def test_the_total_without_a_client_whose_contribution_is_not_finite_is_that_of_the_others() -> None:
+    sequential, vectorized = (
+        run_of(BadContribution(), engine, on_nan="drop") for engine in ("sequential", "vectorized")
+    )
+    for run in (sequential, vectorized):
+        run.step()
+    for expected, actual in zip(
+        tree.tensors(sequential.state.server), tree.tensors(vectorized.state.server), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class BadState(Sums):
+    """Client 4 keeps a NaN, client 5 an infinity; what they send is finite."""
+
+    title = "BadState"
+
+    def local_update(self, state: Tensor, down: Tensor, view: ClientView) -> tuple[Any, Tensor]:
+        _, upload = super().local_update(torch.zeros(()), down, view)
+        return {"c": torch.tensor({4: torch.nan, 5: torch.inf}.get(view.info.id, 0.0))}, upload
+
+
+def test_a_nan_in_the_state_of_a_client_is_named_with_client_hook_and_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = "client 4, round 1: the state that local_update returned holds a NaN or an infinity at /c"
+    run = run_of(BadState())
+    before = run.state
+    with pytest.raises(NonFiniteError, match=f"^{said}"):
+        run.step()
+    assert run.state is before
+    # the reply itself is finite and can be used
+    assert run_of(BadState(), on_nan="drop").step().lost == {}
+    assert [r.message.startswith(said) for r in caplog.records] == [True]
+
+
+def test_an_error_of_pytorch_in_contribution_has_a_note_with_client_and_round() -> None:
+    @dataclass(frozen=True)
+    class Fails(Sums):
+        def contribution(self, server: Tensor, upload: Tensor, client: ClientInfo) -> Sum[Tensor]:
+            return Sum(upload @ torch.ones(3, dtype=torch.float64) if client.id == 2 else upload)
+
+    with pytest.raises(RuntimeError) as caught:
+        run_of(Fails()).step()
+    assert any("Fails.contribution (client 2, round 1)" in note for note in caught.value.__notes__)
+
+
+def test_a_form_that_differs_is_named_with_round_and_client() -> None:
+    @dataclass(frozen=True)
+    class Differs(Sums):
+        def contribution(self, server: Tensor, upload: Tensor, client: ClientInfo) -> Sum[Tensor]:
+            return Sum(upload[:1] if client.id == 3 else upload)
+
+    said = r"^round 1: the contribution of client 3: .* this one has torch.float64 \[1\], those before it torch.float64 \[1000\]"
+    with pytest.raises(tree.TreeError, match=said):
+        run_of(Differs()).step()
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "drop"])

@@ -84,7 +84,15 @@ class Key:
                 np.random.set_state(numpy_state)  # noqa: NPY002 - user code draws from it
 
 
-def generator_states() -> tuple[Any, ...]:
-    """States of the global generators of torch, Python and numpy, from which user code may draw."""
+def generator_states(device: torch.device | None = None) -> tuple[Any, ...]:
+    """States of the global generators of torch, Python and numpy, from which user code may draw.
+
+    Args:
+        device: accelerator whose generator is included, too.
+    """
     _, keys, *counters = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *counters
+    torch_states = [torch.get_rng_state()]
+    if device is not None and device.type == "cuda":
+        torch_states.append(torch.cuda.get_rng_state(device))
+    torch_bytes = tuple(state.numpy().tobytes() for state in torch_states)
+    return torch_bytes, random.getstate(), np.asarray(keys).tobytes(), *counters

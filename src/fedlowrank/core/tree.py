@@ -37,6 +37,8 @@ _DAMAGE = (
 )  # fmt: skip
 """Exceptions that damaged bytes raise in the parsers below and in the constructors of the decoded classes."""
 _PLAIN = (bool, int, float, str)
+_MAX_NAMES = 5
+"""Number of names of children that an error message lists."""
 _VALUE_BYTES = 256
 """Upper bound in bytes on the memory of one value of the skeleton with its dictionary."""
 _WIDE = {
@@ -155,13 +157,14 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
     return value if items is None else node_type(**{k: _each(v, f) for k, v in items})
 
 
-def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
+def map_leaves(f: Callable[..., Any], first: T, *rest: Any, path: str = "") -> T:
     """Apply ``f`` to the tensors of trees of one structure.
 
     Args:
         f: function of one tensor from each tree.
         first: tree that gives the structure and all values that are not tensors.
         rest: further trees; their values that are not tensors must equal those of ``first``.
+        path: path of the trees in a larger tree (JSON pointer), for error messages.
 
     Returns:
         A tree like ``first`` with the results of ``f``.
@@ -176,7 +179,7 @@ def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
         except TreeError:
             # the slow path below names the place of the error
             pass
-    out: T = _map(f, first, rest, "")
+    out: T = _map(f, first, rest, path)
     return out
 
 
@@ -204,13 +207,29 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
         keys = None if parts is None else [k for k, _ in parts]
         if type(other) is not type(first) or keys is None or sorted(keys) != sorted(k for k, _ in items):
             raise TreeError(
-                f"trees differ at {path or 'the top'}: {type(first).__name__} of {[k for k, _ in items]} and "
-                f"{type(other).__name__} of {keys}"
+                f"trees differ at {path or 'the top'}: {_describe_difference(first, [k for k, _ in items], other, keys)}"
             )
         columns.append(dict(parts or ()))
     return rebuild(
         first, [(k, _map(f, v, tuple(c[k] for c in columns), join_path(path, k))) for k, v in items]
     )
+
+
+def _describe_difference(first: Any, names: list[str], other: Any, other_names: list[str] | None) -> str:
+    """Describe how two nodes differ in type, or in the names of their children."""
+    if type(other) is not type(first) or other_names is None:
+        kinds = ["None" if node is None else f"a {type(node).__name__}" for node in (first, other)]
+        return " and ".join(kinds)
+    if not isinstance(first, dict):
+        return f"a {type(first).__name__} of {len(names)} and one of {len(other_names)}"
+    lacking_names = [n for n in names if n not in other_names]
+    further_names = [n for n in other_names if n not in names]
+    parts = (
+        f"{verb} {', '.join(map(repr, keys[:_MAX_NAMES]))}{', ...' if len(keys) > _MAX_NAMES else ''}"
+        for verb, keys in (("lacks", lacking_names), ("has in addition", further_names))
+        if keys
+    )
+    return f"the second dict {' and '.join(parts)}"
 
 
 def canonical(value: T) -> T:
@@ -239,13 +258,28 @@ def zeros_like(value: T) -> T:
 
 
 def add(a: T, b: T, scale: float = 1.0) -> T:
-    """``a + scale * b``, tensor by tensor."""
-    return map_leaves(lambda x, y: torch.add(x, y, alpha=scale), a, b)
+    """``a + scale * b``, tensor by tensor; raises TreeError if two tensors have different shapes."""
+    return _map_equal_shapes("add", lambda x, y: torch.add(x, y, alpha=scale), a, b)
 
 
 def sub(a: T, b: T) -> T:
-    """``a - b``, tensor by tensor."""
-    return map_leaves(torch.sub, a, b)
+    """``a - b``, tensor by tensor; raises TreeError if two tensors have different shapes."""
+    return _map_equal_shapes("sub", torch.sub, a, b)
+
+
+def _map_equal_shapes(title: str, f: Callable[[Tensor, Tensor], Tensor], a: T, b: T) -> T:
+    """Apply a function to the tensors of two trees; raises TreeError where PyTorch would broadcast a tensor."""
+
+    def apply(x: Tensor, y: Tensor) -> Tensor:
+        if x.shape != y.shape:
+            path = next(path for path, t in leaves(a) if t is x)
+            raise TreeError(
+                f"tree.{title}: trees must have the same shapes; at {path or 'the top'} the first has {[*x.shape]} and the "
+                f"second {[*y.shape]}"
+            )
+        return f(x, y)
+
+    return map_leaves(apply, a, b)
 
 
 def dot(a: Any, b: Any) -> Tensor:

@@ -23,6 +23,7 @@ from ..models.statistics.client_buffers import collect_buffers, install_buffers
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort
 from ..training.flops import FlopLedger
+from ..training.hook_calls import check_single_call, refuse_cohort_tensors, seed_for_hook
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.local_data import LocalData
 from ..training.trainer import LocalTrainer, Meter
@@ -182,7 +183,14 @@ class Engine(ABC):
         state, client_task = install_buffers(task, stored_state)
         keeping_trainer = KeepingTrainer(trainer, job.client, optimizers)
         view = client_view(federation, client_task, job.client, round, keeping_trainer)
-        state, upload = check_pair(method, method.local_update(state, self.boundary(job.down), view))
+        down, location = self.boundary(job.down), f"{job.client.title}, round {round + 1}"
+        device = federation.clients[job.client.id].train.y.device
+        with (
+            seed_for_hook(method, "local_update", view.key, device),
+            check_single_call(method, "local_update", location, view.model, state=state, down=down),
+        ):
+            state, upload = check_pair(method, method.local_update(state, down, view), state)
+            refuse_cohort_tensors((state, upload))
         if keeping_trainer.has_failed:
             # keeps the buffers from before the pass, because those of a failed pass may hold a NaN
             _, client_task = install_buffers(task, stored_state)

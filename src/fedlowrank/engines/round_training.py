@@ -17,6 +17,7 @@ from ..training.cohorts.closeness import is_close
 from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer, ReplayTrainer
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import CohortInfo, CohortKey
+from ..training.hook_calls import check_call, refuse_draws
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.trainer import LocalTrainer
 from .engine import ClientJob, ClientResult, Engine, diverged_result, finite_losses
@@ -81,7 +82,14 @@ class RoundTraining:
         key: Any = CohortKey([m.local.data.key for m in members])
         keeping_trainer = KeepingTrainer(trainer, info, optimizers)
         view = ClientView(info, self.task, self.task.model(infos[0]), self.round, key, keeping_trainer)
-        state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
+        down = tree.canonical(down)
+        with (
+            refuse_draws(
+                method, "local_update", members[0].local.data.key, members[0].local.data.examples.y.device
+            ),
+            check_call(method, "local_update", model=view.model, state=state, down=down),
+        ):
+            state, upload = check_pair(method, method.local_update(state, down, view), state)
         refuse_numbers((state, upload))
         state, upload = tree.canonical(keeping_trainer.collect(state)), tree.canonical(upload)
         states = split_clients(state, len(members))

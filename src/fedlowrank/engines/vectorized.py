@@ -40,6 +40,7 @@ from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
 from ..training.cohorts.division import divide
 from ..training.cohorts.joint_passes import divide_jointly
 from ..training.cohorts.pooled_examples import pool_examples
+from ..training.hook_calls import check_call, refuse_draws
 from ..training.trainer import LocalTrainer
 from .engine import ClientJob, ClientResult, Engine, client_key
 from .round_training import CohortMember, PlacedResult, RoundTraining
@@ -121,7 +122,13 @@ class Vectorized(Engine):
             infos = [clients[k][0] for k in indices]
             value = tree.canonical(stack_clients([clients[k][1] for k in indices]))
             key = CohortKey([client_key(federation, i.id, round) for i in infos])
-            return call_for_cohort(Cohort(indices, value, CohortInfo(infos), key, trainer))
+            cohort = Cohort(indices, value, CohortInfo(infos), key, trainer)
+            first_data = members[0][1].data
+            with (
+                refuse_draws(method, "client_model", first_data.key, first_data.examples.y.device),
+                check_call(method, "client_model", value=value),
+            ):
+                return call_for_cohort(cohort)
 
         def call_for_member(member: tuple[int, LocalTrainer], trainer: Trainer) -> T:
             return call_for_client(member[0], trainer)

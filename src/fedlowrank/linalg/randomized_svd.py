@@ -54,7 +54,9 @@ def leading_triplets(w: Tensor, rank: int, warm_start: Tensor | None = None) -> 
         warm_start: initial columns ``[k, any]``, such as V of a similar matrix; random columns are added.
 
     Returns:
-        U, s and V. The largest entry of each column of U, by magnitude, is positive.
+        U and V in the type of the matrix, in float32 for half precision, and s in float64, so that squares and sums of
+        singular values are accurate: write ``(u * s.to(u)) @ v.mT`` for the product. The largest entry of each column of
+        U, by magnitude, is positive.
     """
     w, rank = widen(w), min(rank, *w.shape)
     triplets = None

@@ -41,6 +41,9 @@ class Truncation:
 def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
     """Compute the truncated singular value decomposition of an update.
 
+    An update of a lower rank gives zero columns of B and zero rows of A, whose gradients are both zero: fill these rows
+    of A with random numbers before they are trained.
+
     Args:
         update: factor pair, whose product is never formed, or a matrix ``[d, k]``.
         rank: rank of the result, at least 1; it is limited to the smaller dimension.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from ..core.contract import AnyMethod, Method
+from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import CheckpointError, FedlowrankError, NonFiniteError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..results.ranking import find_best
@@ -99,6 +101,7 @@ class _Loop:
     ) -> None:
         self._run, self._folder, self._records = run, folder, records
         self._show, self._after_round = show, after_round
+        self._expects_uploads = _expects_uploads(run.method)
         self._callbacks = CallbackList(callbacks)
         log = run.settings.log
         loggers = [] if folder is None else make_loggers(log, folder.path, folder.config, folder.clients)
@@ -131,6 +134,7 @@ class _Loop:
         files of the round when the run is resumed.
         """
         run, folder, settings = self._run, self._folder, self._run.settings
+        self._warn_without_uploads(record)
         if folder is not None and record.round == 0:
             record = dataclasses.replace(record, run_id=folder.run_id)
         self._records.append(record)
@@ -149,6 +153,17 @@ class _Loop:
             self.pass_on()
         elif len(self._records) > 1:
             self.pass_on(-2)
+
+    def _warn_without_uploads(self, record: RoundRecord) -> None:
+        """Warn once if a method that expects uploads got replies without any."""
+        has_replies = any(str(client_id) not in record.lost for client_id in record.participants)
+        if self._expects_uploads and has_replies and record.bytes_up == 0:
+            self._expects_uploads = False
+            logger.warning(
+                "round %d: no client sent an upload, so the state of the server stays as it is. local_update must return "
+                "(state, upload), in this order",
+                record.round,
+            )
 
     def complete(self) -> None:
         """Write the files of the last round that are missing because the run ended while they were written."""
@@ -250,6 +265,19 @@ def _list_answers(folder: RunFolder) -> list[dict[str, Any]]:
     """List the answers in a folder; raises CheckpointError if the file is damaged or cannot be read."""
     with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
         return read_answers(folder.path)
+
+
+def _expects_uploads(method: AnyMethod) -> bool:
+    """Whether a method has its own contribution, or clients that use the model of the server as they receive it.
+
+    Other methods may send nothing on purpose, such as training at each client alone.
+    """
+    while isinstance(method, MethodWrapper):
+        method = method.inner
+    method_type = type(method)
+    return (
+        method_type.contribution is not Method.contribution or method_type.client_model is Method.client_model
+    )
 
 
 def _ignore(record: RoundRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.contract import ClientInfo
-from ..core.contract.contribution import Aggregator
+from ..core.contract.contribution import (
+    Aggregator,
+    Each,
+    contribution_leaves,
+    find_not_finite,
+    select_row,
+)
+from ..core.contract.hook_results import NonFiniteResultError
 from ..core.errors import NonFiniteUploadError
 from ..engines.engine import ClientResult
 from ..storage.client_store import ClientStore
@@ -22,6 +30,8 @@ from .participation.communication import Volume
 from .participation.devices import RoundTiming
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _END: Any = object()
 
@@ -109,8 +119,8 @@ class RoundResults:
         clients: records of the participants.
         lost_replies: reasons of the replies that are lost in any case, by client.
         unlucky: identifiers of clients whose reply is lost unless it is lost for another reason.
-        drop_diverged: whether to leave out a client whose training diverged or whose upload is not finite; otherwise
-            an error is raised.
+        drop_diverged: whether to leave out a client whose training diverged or whose upload or contribution is not
+            finite; otherwise an error is raised.
         store: empty store for the states of clients.
         aggregator: aggregator of the clients' contributions.
         timing: timing of the round by the simulated clock.
@@ -170,7 +180,9 @@ class RoundResults:
                 have arrived; None to map them one by one.
 
         Raises:
-            NonFiniteError: if the training diverged or the upload is not finite, and the run is to stop then.
+            NonFiniteError: if the training diverged or the upload, its contribution or the client's state is not finite, and
+                the run is to stop then.
+            TreeError: if the contribution does not have the form of those before.
         """
         self.meters.append(result.meter)
         self.volume.add(info.id, result.upload, result.cohort)
@@ -181,11 +193,14 @@ class RoundResults:
             self.refused.add(info.id)
         may_wait = result.cohort is not None and self._uploads is None and self.aggregator.accepts_rows
         if may_wait and contribute_cohort is not None:
-            reason = verdict.reason
-            self._skip_unused(info, result, reason)
-            self._await_cohort(info if reason is None else None, result, contribute_cohort)
+            self._skip_unused(info, result, verdict.reason)
+            self._register_reply(info, result, verdict.reason)
+            self._await_cohort(info if verdict.reason is None else None, result, contribute_cohort)
         else:
-            reason = self._add_upload(info, result, verdict.reason, contribute)
+            self._register_reply(info, result, self._add_upload(info, result, verdict.reason, contribute))
+
+    def _register_reply(self, info: ClientInfo, result: ClientResult, reason: str | None) -> None:
+        """Register a reply as used, or as lost for a reason."""
         if reason is None:
             self._keep_reply(info, result)
         else:
@@ -248,10 +263,45 @@ class RoundResults:
     def _contribute(self, info: ClientInfo, upload: Any, contribute: Contribute) -> str | None:
         """Add the contribution of an upload, or return the reason why it cannot be used."""
         try:
-            self.aggregator.add(info.id, contribute(info, upload))
+            with self._naming(f"{info.title}, contribution"):
+                contribution = contribute(info, upload)
         except RefusedError as error:
             return str(error)
-        return None
+        return self._add_contribution(info, contribution)
+
+    def _add_contribution(self, info: ClientInfo, contribution: Any) -> str | None:
+        """Add the contribution of a client, or return the reason why it cannot be used."""
+        with self._naming():
+            # under secure sums over a network the upload is already in the total
+            path = None if contribution is None else find_not_finite(contribution)
+            if path is None:
+                self.aggregator.add(info.id, contribution)
+                return None
+        error = NonFiniteResultError(
+            "what contribution returned",
+            self.timing.round,
+            path,
+            "The upload held none: look at what the hook computes, or set run.on_nan to 'drop' to go on without such replies.",
+            info.id,
+            info.title,
+        )
+        if not self._drops_diverged:
+            raise error
+        self.not_finite[info.id] = (
+            f"{error.finding}, and the upload held none; its reply was dropped. Look at what the hook computes."
+        )
+        return self.not_finite[info.id]
+
+    @contextmanager
+    def _naming(self, location: str = "") -> Iterator[None]:
+        """Within this block, add the round and a location to a TreeError."""
+        prefix = (
+            f"round {self.timing.round + 1}" if not location else f"round {self.timing.round + 1}, {location}"
+        )
+        try:
+            yield
+        except tree.TreeError as error:
+            raise tree.TreeError(f"{prefix}: {error}") from error
 
     def _await_cohort(
         self, info: ClientInfo | None, result: ClientResult, contribute: ContributeCohort
@@ -266,11 +316,27 @@ class RoundResults:
         if len(positions) < cohort.client_count:
             return
         del self._cohorts[cohort]
-        for contribution in contribute(cohort, infos_by_position) if infos_by_position else ():
-            if contribution.weights is None:
-                self.aggregator.add(contribution.client_ids[0], contribution.value)
-            else:
-                self.aggregator.add_rows(contribution.client_ids, contribution.value, contribution.weights)
+        with self._naming("contribution"):
+            contributions = contribute(cohort, infos_by_position) if infos_by_position else []
+        for contribution in contributions:
+            self._add_cohort_contribution(contribution)
+
+    def _add_cohort_contribution(self, contribution: CohortContribution) -> None:
+        """Add the contribution of several clients together, or one by one if it holds a NaN or an infinity."""
+        client_ids, value, weights = contribution.client_ids, contribution.value, contribution.weights
+        if weights is None:
+            contributions = [value]
+        elif _is_finite(value):
+            with self._naming():
+                self.aggregator.add_rows(client_ids, value, weights)
+            return
+        else:
+            contributions = [select_row(value, weights, k) for k in range(len(client_ids))]
+        for client_id, client_contribution in zip(client_ids, contributions, strict=True):
+            reason = self._add_contribution(self._infos[client_id], client_contribution)
+            if reason is not None:
+                self.aggregator.skip(client_id)
+                self.discard_reply(client_id, reason)
 
     def contribute_together(
         self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
@@ -310,7 +376,35 @@ class RoundResults:
         compact_states = {
             client_id: tree.map_leaves(_compact, state) for client_id, state in self._waiting.items()
         }
+        self._check_states({i: state for i, state in compact_states.items() if i in self.arrived})
         self._states, self._waiting = self._states | compact_states, {}
+
+    def _check_states(self, states: Mapping[int, Any]) -> None:
+        """Raise an error, or log a warning if the run is to go on then, if the next state of a client holds a NaN.
+
+        An infinity is accepted: it may be a bound that was not reached yet.
+        """
+        # together, because a look at each client's state by itself takes longer
+        if tree.not_finite(list(states.values())) is None:
+            return
+        for client_id, state in states.items():
+            path = next((path for path, t in tree.leaves(state) if bool(t.isnan().any())), None)
+            if path is None:
+                continue
+            info = self._infos[client_id]
+            error = NonFiniteResultError(
+                "the state that local_update returned",
+                self.timing.round,
+                path,
+                "Its upload held none: look at what the hook computes for the state. If a NaN means something there, hold it as "
+                "a Python number",
+                client_id,
+                info.title,
+            )
+            if not self._drops_diverged:
+                raise error
+            logger.warning("%s. %s", error.finding, error.advice)
+            return
 
     def client_losses(self) -> dict[int, float]:
         """Training loss of each client whose reply arrived, as a mean over its passes."""
@@ -350,6 +444,12 @@ class RoundResults:
             if reason is not None:
                 return reason
         return "the reply was lost" if info.id in self._unlucky else None
+
+
+def _is_finite(contribution: Any) -> bool:
+    """Whether all tensors of a contribution that are added are finite, of several clients together."""
+    values = [leaf.value for _, leaf in contribution_leaves(contribution) if not isinstance(leaf, Each)]
+    return tree.not_finite(values) is None
 
 
 def _find_not_finite(result: ClientResult) -> str | None:

@@ -21,7 +21,7 @@ from ..core.contract.hook_results import (
 from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
-from ..engines.engine import ClientJob, Engine
+from ..engines.engine import ClientJob, Engine, client_key
 from ..engines.jobs import LazyJobs
 from ..results.client_metrics import OwnMetrics, choose_metrics
 from ..results.evaluation.backdoor import backdoor_success
@@ -33,6 +33,7 @@ from ..storage.client_store import ClientStore, LazyMapping
 from ..storage.state import State
 from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.flops import forward_flops
+from ..training.hook_calls import check_call, check_single_call, seed_for_hook
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
 from ..trust.secure_sums import SecureAggregator, warn_of_coarse_grid
@@ -140,9 +141,10 @@ class Run:
         if self.trust.secure.on:
             warn_of_coarse_grid(self.trust.secure)
         self.evaluator = self._make_evaluator(own_metrics)
-        server = self.engine.boundary(
-            check_tree(self.method, "server_init", self.method.server_init(self.task))
-        )
+        initial = {name: model.initial for name, model in self.task.architectures.items()}
+        with check_single_call(self.method, "server_init", task=initial):
+            server = check_tree(self.method, "server_init", self.method.server_init(self.task))
+        server = self.engine.boundary(server)
         self.state = State(0, server, self.new_store())
         self.unsaved: set[int] = set()
         self._warned: set[int] = set()
@@ -157,7 +159,7 @@ class Run:
         self.evaluate_every = settings.evaluate_every or 1
         # make every client's state now, so that a method that does not fit fails here and not in round 7
         for info in federation.infos:
-            check_tree(self.method, "client_init", self.method.client_init(info, self.task))
+            self._init_client(info)
 
     def _make_budget(self, plan: Plan) -> Budget | None:
         """Make the privacy budget of the run; None for a run without privacy."""
@@ -206,7 +208,16 @@ class Run:
         """Get the state of a client, a fresh one if it never took part."""
         if info.id in self.state.clients:
             return self.state.clients[info.id]
-        return self.engine.boundary(self.method.client_init(info, self.task))
+        return self.engine.boundary(self._init_client(info))
+
+    def _init_client(self, info: ClientInfo) -> Any:
+        """Make the state of a client that never took part."""
+        key, device = client_key(self.federation, info.id, 0), self.federation.clients[info.id].train.y.device
+        with (
+            seed_for_hook(self.method, "client_init", key, device),
+            check_single_call(self.method, "client_init", info.title),
+        ):
+            return check_tree(self.method, "client_init", self.method.client_init(info, self.task))
 
     def personal_params(self, info: ClientInfo) -> Params:
         """Get the parameters of the whole model that a client would use now, with its batch statistics."""
@@ -365,7 +376,8 @@ class Run:
             return ClientJob(self.state_of(info), down, info)
 
         engine_run = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
-        with contextlib.closing(engine_run) as client_results:
+        call = check_call(self.method, "download or contribution", f"round {t + 1}", server=self.state.server)
+        with call, contextlib.closing(engine_run) as client_results:
             for info, result in zip(infos, clock.timed("train", client_results), strict=True):
                 results.add(info, result, self.contribute, self.contribute_cohort)
 
@@ -476,7 +488,17 @@ class Run:
         Raises:
             RefusedError: if the server cannot use the upload; the round goes on without it.
         """
-        return self.method.contribution(self.state.server, upload, self.weigh_client(info))
+        return self._contribution_of(upload, self.weigh_client(info))
+
+    def _contribution_of(self, upload: Any, info: Any) -> Any:
+        """Compute the contribution of the upload of a client, or of the uploads of a cohort."""
+        location = f"round {self.round + 1}"
+        if isinstance(info, ClientInfo):
+            call = check_single_call(self.method, "contribution", f"{info.title}, {location}", upload=upload)
+        else:
+            call = check_call(self.method, "contribution", location, upload=upload)
+        with call:
+            return self.method.contribution(self.state.server, upload, info)
 
     def contribute_cohort(
         self, cohort: CohortUploads, infos_by_position: Mapping[int, ClientInfo]
@@ -485,7 +507,7 @@ class Run:
         return cohort.contributions(
             list(infos_by_position),
             [self.weigh_client(info) for info in infos_by_position.values()],
-            lambda upload, info: self.method.contribution(self.state.server, upload, info),
+            self._contribution_of,
         )
 
     def weigh_client(self, info: ClientInfo) -> ClientInfo:
@@ -526,8 +548,10 @@ class Run:
         """Compute the server's next state from the total of the contributions."""
         del results
         before = self.state.server
-        state = self.method.server_update(before, total, view)
-        return self.engine.boundary(check_server_state(self.method, before, state))
+        location = f"round {view.round + 1}"
+        with check_single_call(self.method, "server_update", location, server=before, total=total):
+            state = self.method.server_update(before, total, view)
+        return self.engine.boundary(check_server_state(self.method, before, state, view.round))
 
     def is_due(self) -> bool:
         """Whether the models are to be evaluated now."""
@@ -582,7 +606,9 @@ class Run:
     def evaluate(self) -> ClientTable | None:
         """Evaluate the current models; None if the results are only known later, see :meth:`take_late_evaluation`."""
         t = max(self.round - 1, 0)
-        return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated, self.round > 0)
+        server, location = self.state.server, f"evaluation after round {self.round}"
+        with check_call(self.method, "download or server_model", location, server=server):
+            return self.evaluator.evaluate(server, self.state_of, t, self.evaluated, self.round > 0)
 
     def take_late_evaluation(self) -> ClientTable | None:
         """Take the evaluation of the last round but one, if :meth:`evaluate` did not know it; otherwise None."""
@@ -611,7 +637,9 @@ class Run:
             with clock("evaluate"):
                 client_table = self.evaluate()
                 record = self._with_backdoor(record)
-        own_metrics = check_server_metrics(self.method, self.method.server_metrics(self.state.server))
+        server = self.state.server
+        with check_single_call(self.method, "server_metrics", f"round {self.round}", server=server):
+            own_metrics = check_server_metrics(self.method, self.method.server_metrics(server))
         metrics = {**record.server_metrics, **own_metrics}
         # with privacy loss distributions, computing ε takes as long as a round of a small model
         if self.budget is not None and (client_table is not None or self.trust.privacy.accountant == "rdp"):

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
-from ..core.contract import AnyMethod, ClientView, Method, ServerView
-from ..core.contract.contribution import Aggregator
+from ..core.contract import AnyMethod, ClientView, Method
 from ..core.contract.update import KeepsSumOfUploads
 from ..core.errors import FedlowrankError, NonFiniteError, TaskError
 from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
-from ..engines.engine import ClientJob, Engine
+from ..engines.engine import Engine
 from ..linalg.matricize import sum_parts
 from ..results.evaluation.pools import ScoringPool
 from ..results.evaluation.scoring import measure_predictor
@@ -35,7 +34,9 @@ from ..storage.checkpoint import load, save
 from ..storage.client_store import ClientStore
 from ..storage.state import State
 from ..trust.updates import compute_update, describe_dense_update, read_reference
+from .learning_rates import RecordedRates, schedule_to_half
 from .purity import CalledTwice, ImpureError
+from .server_step import apply_uploads, compare_absent_clients, compute_uploads
 
 _UNUSUAL_SEED = 7_331_904_217
 """Seed that no method is likely to set."""
@@ -102,7 +103,7 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
 
     Returns:
         One finding for each check that applies to the method; a check that raises fails, with the error as its
-        detail.
+        detail. If the hooks are no pure functions, that is the only finding: other checks would fail for the same reason.
     """
     findings = []
     trajectory = Trajectory(method, device)
@@ -113,6 +114,8 @@ def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
             detail = test(trajectory)
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             detail = f"{type(error).__name__}: {error}{_describe_location(method, error)}"
+        if test is _check_pure and detail is not None:
+            return [CheckFinding(name, False, f"{detail}. Mend this first: the other checks were not run")]
         findings.append(CheckFinding(name, detail is None, detail or ""))
     return findings
 
@@ -309,9 +312,11 @@ def _check_pure(trajectory: Trajectory) -> str | None:
             run.step()
         encoded_states = tree.encode(_states(run))
         if encoded_states != trajectory.encode_states(2):
-            return "two equal runs end in different states"
-        uploads = _uploads(run)
-        _update_server(run, uploads)
+            return (
+                "two equal runs end in different states: a hook or a loss draws random numbers that come from no key, or reads "
+                "a variable that has changed"
+            )
+        apply_uploads(run, compute_uploads(run, run.participants(run.round)))
         run.evaluate()
         if not torch.equal(generator_state, torch.get_rng_state()):
             return "a round draws from torch's global generator, or seeds it; use view.key"
@@ -352,24 +357,6 @@ def _impure_function(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _uploads(run: Run) -> dict[int, Any]:
-    """Compute the uploads of the next round's participants, without taking the round."""
-    infos = run.participants(run.round)
-    jobs = [ClientJob(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
-    results = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
-    return {i.id: r.upload for i, r in zip(infos, results, strict=True) if r.upload is not None}
-
-
-def _update_server(run: Run, uploads: dict[int, Any]) -> Any:
-    """Compute the server's next state after these uploads, given by client."""
-    server, aggregator, infos = run.state.server, Aggregator(list(uploads)), run.federation.infos
-    for client_id, upload in uploads.items():
-        aggregator.add(client_id, run.method.contribution(server, upload, infos[client_id]))
-    total = aggregator.finish()
-    view = ServerView(run.task, run.round, run.federation.key, [infos[client_id] for client_id in uploads])
-    return server if total is None else run.method.server_update(server, total, view)
-
-
 def _without_training(method: AnyMethod, rate: float) -> AnyMethod:
     """Return the method at a learning rate that moves no weight, and without penalties that act all the same."""
     still_optimizers = {
@@ -403,9 +390,9 @@ def _check_still(trajectory: Trajectory) -> str | None:
         run = trajectory.start(method=method, participation=1.0)
         if (change := _describe_change(run, {})) is not None:
             return (
-                f"{change}. If a penalty or weight decay of the method acts without training, name its setting with the "
-                'value that turns it off, such as zero_step_settings = {"penalty": 0.0}; otherwise server_update does not '
-                "average, or the method reads what it kept outside its states"
+                f"{change}. If a penalty or weight decay of the method acts without training, or its server sends other models "
+                "in other rounds, name its setting with the value that turns this off, such as "
+                'zero_step_settings = {"penalty": 0.0}; otherwise server_update does not average'
             )
         run = trajectory.start(method=method, participation=1.0)
         if (change := _describe_change(run, {"0": "lost"})) is not None:
@@ -419,9 +406,21 @@ def _check_still(trajectory: Trajectory) -> str | None:
 
 
 def _describe_change(run: Run, lost_replies: dict[str, str]) -> str | None:
-    """Take a round without training, and describe a change of a client's model; None if there is none."""
+    """Take a round without training, and describe a change of a client's model; None if there is none.
+
+    A server may send other models in other rounds. If the round changes no tensor of the server, models are therefore
+    computed with the server before the round, and only what the clients keep can change them.
+    """
     initial_models = {i.id: run.personal_params(i) for i in run.federation.infos}
+    # copied, because a method that changes its state in place would also change a reference to it
+    server_before = tree.map_leaves(Tensor.clone, run.state.server)
     run.step(lost_replies)
+    tensors_before, tensors_after = (
+        {path: t for path, t in tree.leaves(server) if t.is_floating_point()}
+        for server in (server_before, run.state.server)
+    )
+    if _first_difference(tensors_before, tensors_after, 1e-5, 1e-6) is None:
+        run.restore(dataclasses.replace(run.state, server=server_before))
     for info in run.federation.infos:
         gap = _first_difference(run.personal_params(info), initial_models[info.id], 1e-5, 1e-6)
         if gap is not None:
@@ -438,7 +437,7 @@ _DESCRIBE_UPLOAD = (
 def _check_described(trajectory: Trajectory) -> str | None:
     def test(method: AnyMethod) -> str | None:
         run = trajectory.start(method=method)
-        for client_id, upload in _uploads(run).items():
+        for client_id, upload in compute_uploads(run, run.participants(run.round)).items():
             info = run.federation.infos[client_id]
             down = run.method.download(run.state.server, info)
             reference = describe_dense_update(run.method, down, info, run.task).reference
@@ -485,6 +484,40 @@ def _describe_update_at_rest(upload: Any, reference: Any, *, is_default: bool) -
     return None
 
 
+def _check_absent(trajectory: Trajectory) -> str | None:
+    gap = _first_difference(
+        *compare_absent_clients(lambda: trajectory.start(participation=1.0)), rtol=1e-5, atol=1e-6
+    )
+    return (
+        None
+        if gap is None
+        else f"the server's step depends on clients that sent nothing and never train: {gap}. A mean is over the clients that "
+        "replied: use Mean in contribution, or view.replied in server_update, and not view.task.clients, which are all clients. "
+        "view.trainable are those that can train, and view.share is the share of them that replied"
+    )
+
+
+def _check_schedule(trajectory: Trajectory) -> str | None:
+    scheduled_method = schedule_to_half(trajectory.method)
+    if scheduled_method is None:
+        return None
+    methods = [RecordedRates(inner=method) for method in (trajectory.method, scheduled_method)]
+    runs = [trajectory.run(1, method=method) for method in methods]
+    for run in runs:
+        run.step()
+    if methods[0].recorded_rates != methods[1].recorded_rates:
+        # a learning rate that is no field of an optimizer is not doubled
+        return None
+    difference = _first_difference(_states(runs[0]), _states(runs[1]), 1e-4, 1e-5)
+    return (
+        None
+        if difference is None
+        else f"with a schedule, a round differs from one at the same constant learning rate: {difference}. The learning rate of "
+        "a round is self.optimizer.learning_rate(view.round), and its sum over the local steps "
+        "self.optimizer.total_rate(view.round, view.steps(name)); self.optimizer.lr is the one before the schedule"
+    )
+
+
 def _check_learns(trajectory: Trajectory) -> str | None:
     method = fast_method = trajectory.method
     if isinstance(method.optimizer, SGD):
@@ -528,7 +561,7 @@ def _check_unseen(trajectory: Trajectory) -> str | None:
     return (
         None
         if all(v is not None and 0 <= v <= 1 for v in values)
-        else "a client that never took part cannot infer"
+        else "a client that has not trained has no model to evaluate"
     )
 
 
@@ -577,7 +610,8 @@ def _check_measured(trajectory: Trajectory) -> str | None:
         down = method.download(run.state.server, info)
         if tree.encoded_size(down) != len(tree.encode(down)):
             return "the size of a download depends on more than its structure"
-    if any(tree.encoded_size(upload) != len(tree.encode(upload)) for upload in _uploads(run).values()):
+    uploads = compute_uploads(run, run.participants(run.round))
+    if any(tree.encoded_size(upload) != len(tree.encode(upload)) for upload in uploads.values()):
         return "the size of an upload depends on more than its structure"
     return None
 
@@ -622,17 +656,20 @@ def _check_refuses(trajectory: Trajectory) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
-    "every message survives its bytes (wire = sequential, bit for bit)": _check_wire,
+    # the first one, for a method that fails it would fail others for the same reason
+    "hooks are pure functions": _check_pure,
+    "serialization round trip (engine wire = sequential, bit for bit)": _check_wire,
     "a run of more rounds begins like one of fewer (bit for bit)": _check_extended,
-    "clients at once = one by one (to 1e-3)": _check_vectorized,
-    "functions are pure and draw from named keys": _check_pure,
+    "batched = sequential (engine vectorized, to 1e-3)": _check_vectorized,
     "a learning rate of 0 changes no model": _check_still,
     "a learning rate of 0 gives an update of 0": _check_described,
+    "a schedule only changes the learning rate (to 1e-4)": _check_schedule,
     "it learns": _check_learns,
-    "a client that never took part can infer": _check_unseen,
+    "clients that never train do not change the server's step": _check_absent,
+    "a client that has not trained has a model": _check_unseen,
     "a lost reply leaves its client as it was": _check_lost,
-    "a client follows its upload": _check_follows,
-    "messages are measured": _check_measured,
+    "follow_upload returns the state of local_update": _check_follows,
+    "computed sizes of messages are their sizes": _check_measured,
     "the parts of a model add up to it": _check_adds_up,
     "one_model holds: all clients use the server's model": _check_one_model,
     "unequal models are refused where they must be": _check_refuses,

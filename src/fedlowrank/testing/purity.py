@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..core import tree
-from ..core.contract import ClientInfo, ClientModel, ClientView, Each, Mean, ServerView, Sum, Task, Update
+from ..core.contract import (
+    ClientInfo,
+    ClientModel,
+    ClientView,
+    Each,
+    Mean,
+    Pass,
+    ServerView,
+    Sum,
+    Task,
+    Update,
+)
 from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import FedlowrankError
+from ..core.key import generator_states
 
 
 class ImpureError(FedlowrankError):
     """A function of a method changes an argument, or gives another result when it is called again."""
 
 
+_COMPARED_ARGUMENTS = ("server", "state", "down", "upload", "total", "sampled", "available")
+"""Arguments that a hook must leave as they are."""
+
+
 @dataclass(frozen=True)
 class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
     """A wrapper of a method that calls each function twice and compares the results and the arguments."""
+
+    def passes(self) -> dict[str, Pass]:
+        """See the base class."""
+        self._twice("passes")
+        return super().passes()
+
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
+        """See the base class."""
+        chosen: list[int] = self._twice("participants", sampled=sampled, available=available)
+        return chosen
 
     def server_init(self, task: Task) -> Any:
         """See the base class."""
@@ -63,9 +90,10 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
         return self._twice("server_metrics", server=server)
 
     def _twice(self, hook: str, **arguments: Any) -> Any:
-        trees = {n: a for n, a in arguments.items() if n in ("server", "state", "down", "upload", "total")}
+        trees = {n: a for n, a in arguments.items() if n in _COMPARED_ARGUMENTS}
         contents = {n: _content(a) for n, a in trees.items()}
         call = getattr(self.inner, hook)
+        states = generator_states()
         result = call(*arguments.values())
         first_content = _content(result)
         second_content = _content(call(*arguments.values()))
@@ -77,9 +105,31 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
         if first_content != second_content:
             raise ImpureError(
                 f"{hook} gives another result when it is called again with the same arguments. It may keep nothing in "
-                "itself and draw random numbers from view.key alone"
+                f"itself, and {_describe_randomness(arguments)}"
+            )
+        if generator_states() != states:
+            raise ImpureError(
+                f"{hook} draws from a global generator of torch, Python or NumPy, or seeds it. It may keep nothing in itself, "
+                f"and {_describe_randomness(arguments)}"
             )
         return result
+
+
+def _describe_randomness(arguments: Mapping[str, Any]) -> str:
+    """Describe from which key a hook with these arguments may draw random numbers."""
+    if "view" in arguments:
+        return "draw random numbers from view.key alone"
+    if "task" in arguments:
+        key = "task.key / client.id" if "client" in arguments else "task.key"
+        return f"draw random numbers from {key} alone"
+    if "sampled" in arguments:
+        return "it has no key to draw random numbers from: sampled is already drawn at random"
+    if not arguments:
+        return "it may draw no random numbers"
+    return (
+        "it has no key to draw random numbers from. Draw them in server_init or server_update and keep them in the server's "
+        "state, or in local_update"
+    )
 
 
 def _content(value: Any) -> Any:

@@ -200,7 +200,12 @@ class PassSteps:
 
         PyTorch would broadcast it over the parameter.
         """
-        results = self.mapped(f, tensors, params)
+        try:
+            results = self.mapped(f, tensors, params)
+        except tree.TreeError as error:
+            raise TaskError(
+                f"{title}, in pass {self.request.name!r}: {error}. It must return a tree like its first argument"
+            ) from error
         for i, (result, p) in enumerate(zip(results, params, strict=True)):
             if result.shape != p.shape:
                 path, _ = list(tree.leaves(self.params_tree))[i]

@@ -80,5 +80,6 @@ def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> 
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)
-    _, upload = check_pair(method, method.local_update(method.client_init(info, task), down, view))
+    with view.key.global_generators():
+        _, upload = check_pair(method, method.local_update(method.client_init(info, task), down, view))
     return upload, tuple(trainer.trained)

@@ -26,6 +26,7 @@ from ..models.hidden_state import record_frozen_versions, refuse_changed_paramet
 from ..models.statistics.local_statistics import infer_by, train_by_batches
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
+from .hook_calls import refuse_in_place
 from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
 from .steps import PassSteps, layout
 
@@ -127,8 +128,10 @@ class LocalTrainer:
             self.fit_cost(request, kind)
         training = contextlib.nullcontext() if is_standard else self._in_training(self.data.key / name)
         pass_trainer: PassTrainer | None = self.model.pass_trainer
+        call = f"a function of view.train ({self.data.info.title}, round {self.round + 1}, pass {name!r})"
+        unchanged = refuse_in_place(call, constants=request.constants)
         try:
-            with training, naming(self.owner, _BATCHES_OF_ONE):
+            with training, unchanged, naming(self.owner, _BATCHES_OF_ONE):
                 if is_standard or (pass_trainer is not None and not self.ledger.is_fitted(kind)):
                     self.count(request, kind)
                 if pass_trainer is not None:
@@ -297,6 +300,8 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.sum_over_data`."""
         sums: Any = None
         sizes: Counter[BatchSize] = Counter()
+        call = f"the statistic of view.sum_over_data ({self.data.info.title}, round {self.round + 1})"
+        unchanged = refuse_in_place(call, params=params, constants=constants)
         params = layout(params)
         kind = self.kind_of(statistic, params, constants)
         is_standard = self.uses_standard_code(statistic)
@@ -306,7 +311,7 @@ class LocalTrainer:
             if is_standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
-        with torch.no_grad(), draws, infer_by(self.inputs, self.owner), naming(self.owner):
+        with torch.no_grad(), draws, unchanged, infer_by(self.inputs, self.owner), naming(self.owner):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
             if is_standard:

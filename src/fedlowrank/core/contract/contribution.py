@@ -7,6 +7,7 @@ reduces these trees as replies arrive; :meth:`~fedlowrank.core.contract.method.M
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,13 +84,17 @@ class RunningMean(Generic[T]):
     The mean of equal trees is that tree, bit for bit. Half-precision tensors are accumulated in float32, and the mean
     is rounded once to their type. Peak memory: one tree.
 
+    Args:
+        path: path of the mean in a larger tree (JSON pointer), for error messages.
+
     Attributes:
         count: number of trees added.
         total: sum of the weights of these trees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
         self.count, self.total = 0, 0.0
+        self._path = path
         self._mean: Any = None
         self._form: Any = None
         self._like: Any = None
@@ -98,7 +103,8 @@ class RunningMean(Generic[T]):
         """Add a tree to the mean.
 
         Raises:
-            TreeError: if the tree differs in structure from those before, or its weight is negative or not a number.
+            TreeError: if the tree differs in structure, shapes or types from those before, or its weight is negative or not a
+                number.
         """
         if not weight >= 0:
             raise tree.TreeError(f"a weight of a mean is at least 0; this one is {weight}")
@@ -107,14 +113,8 @@ class RunningMean(Generic[T]):
         self.total += weight
         tensors = tree.tensors(value)
         if tree.form(value) != self._form:
-            # the order of keys may differ; if structures differ, this raises an error that names the place
-            tensors = []
-            tree.map_leaves(lambda _, t: tensors.append(t), self._like, value)
-            if any(
-                (u.shape, u.dtype) != (t.shape, t.dtype)
-                for u, t in zip(tree.tensors(self._like), tensors, strict=True)
-            ):
-                raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
+            # the order of keys may differ
+            tensors = match_tensors(self._like, value, self._path)
         if not weight:
             return
         if self._mean is None:
@@ -138,8 +138,6 @@ class RunningMean(Generic[T]):
         shares /= total
 
         def mean_of(template: Tensor, t: Tensor) -> Tensor:
-            if (template.shape, template.dtype) != (t.shape[1:], t.dtype):
-                raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
             wide_rows = t if len(used_indices) == len(t) else t[torch.tensor(used_indices, device=t.device)]
             wide_rows = wide_rows.to(tree.wide_type(t.dtype)).reshape(len(used_indices), -1)
             row_shares, width = shares.to(wide_rows), wide_rows.shape[1]
@@ -149,7 +147,9 @@ class RunningMean(Generic[T]):
             means = [rows[0] + row_shares @ (rows - rows[0]) for rows in wide_rows.split(block_width, 1)]
             return torch.cat(means).reshape(template.shape)
 
-        self._begin(tree.map_leaves(lambda t: t[0], rows))
+        first_tree = tree.map_leaves(lambda t: t[0], rows)
+        self._begin(first_tree)
+        match_tensors(self._like, first_tree, self._path)
         self.count += len(used_indices)
         self.total += total
         means = tree.map_leaves(mean_of, self._like, rows)
@@ -161,7 +161,7 @@ class RunningMean(Generic[T]):
     def _begin(self, value: T) -> None:
         """Take the form of the first tree, whatever its weight."""
         if self._form is None:
-            _refuse_integers(value)
+            _refuse_integers(value, self._path)
             self._form, self._like = tree.form(value), _empty(value)
 
     @property
@@ -183,6 +183,28 @@ def _refuse_integers(value: Any, path: str = "") -> None:
                 f"a mean needs floating-point tensors; at {leaf_path or 'its top'} there is {t.dtype}. Use .float(), or "
                 "Sum for counts"
             )
+
+
+def match_tensors(expected: Any, value: Any, path: str = "") -> list[Tensor]:
+    """Return the tensors of a tree in the order of an expected tree.
+
+    Args:
+        expected: tree of the same structure, with tensors of the same shapes and types.
+        value: tree whose tensors are returned.
+        path: path of the trees in a larger tree (JSON pointer), for error messages.
+
+    Raises:
+        TreeError: if the trees differ in structure, or in the shape or the type of a tensor; the message names the place.
+    """
+    tensors: list[Tensor] = []
+    tree.map_leaves(lambda _, t: tensors.append(t), expected, value, path=path)
+    for (leaf_path, template), t in zip(tree.leaves(expected, path), tensors, strict=True):
+        if (template.shape, template.dtype) != (t.shape, t.dtype):
+            raise tree.TreeError(
+                f"trees must have the same shapes and types; at {leaf_path or 'the top'} this one has {t.dtype} {[*t.shape]}, "
+                f"those before it {template.dtype} {[*template.shape]}"
+            )
+    return tensors
 
 
 def as_summand(t: Tensor) -> Tensor:
@@ -250,7 +272,8 @@ class Aggregator:
         """Add a client's contribution.
 
         Raises:
-            TreeError: if the contribution does not have the structure of those before.
+            TreeError: if the contribution does not have the structure of those before, and the shapes and types of their
+                tensors.
         """
         self._early_contributions[client_id] = contribution
         self._reduce()
@@ -274,27 +297,36 @@ class Aggregator:
             weights: weights of the K clients by the path of each :class:`Mean`, whose own ``weight`` is ignored.
 
         Raises:
-            TreeError: if the contribution does not have the structure of those before.
+            TreeError: as in :meth:`add`.
         """
         self._check_structure(client_ids[0], contribution)
         for path, leaf in contribution_leaves(contribution):
             if isinstance(leaf, Mean):
-                if path not in self._totals:
-                    _refuse_integers(leaf.value, path)
                 for client_id, weight in zip(client_ids, weights[path], strict=True):
-                    _check_weight(weight, path, client_id)
-                self._totals.setdefault(path, RunningMean()).add_rows(leaf.value, weights[path])
-            elif isinstance(leaf, Sum):
-                summands = tree.map_leaves(as_summand, leaf.value)
-                if path not in self._totals:
-                    self._forms[path] = _empty(tree.map_leaves(lambda t: t[0], summands))
-                self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(summands)))
-            else:
-                self._totals.setdefault(path, {}).update(zip(client_ids, leaf.value, strict=True))
+                    with _naming_client(client_id):
+                        _check_weight(weight, path)
+            # the tensors of all clients of a cohort have one form
+            with _naming_client(client_ids[0]):
+                self._add_leaf_rows(path, leaf, client_ids, weights)
         self.contributed += client_ids
         added_ids = set(client_ids)
         self._waiting = [client_id for client_id in self._waiting if client_id not in added_ids]
         self._reduce()
+
+    def _add_leaf_rows(
+        self, path: str, leaf: Leaf, client_ids: Sequence[int], weights: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Add the values of several clients at one leaf, see :meth:`add_rows`."""
+        if isinstance(leaf, Mean):
+            if path not in self._totals:
+                _refuse_integers(leaf.value, path)
+            self._totals.setdefault(path, RunningMean(path)).add_rows(leaf.value, weights[path])
+        elif isinstance(leaf, Sum):
+            summands = tree.map_leaves(as_summand, leaf.value)
+            self._match_summands(path, tree.map_leaves(lambda t: t[0], summands))
+            self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(summands)))
+        else:
+            self._totals.setdefault(path, {}).update(zip(client_ids, leaf.value, strict=True))
 
     def finish(self) -> Any:
         """Total of the round: the tree of contributions with every leaf reduced, or None without contributions.
@@ -316,8 +348,9 @@ class Aggregator:
             if contribution is _SKIPPED:
                 continue
             self._check_structure(client_id, contribution)
-            for path, leaf in contribution_leaves(contribution):
-                self._add(path, leaf, client_id)
+            with _naming_client(client_id):
+                for path, leaf in contribution_leaves(contribution):
+                    self._add(path, leaf, client_id)
             self.contributed.append(client_id)
 
     def _check_structure(self, client_id: int, contribution: Any) -> None:
@@ -337,18 +370,26 @@ class Aggregator:
         if isinstance(leaf, Mean):
             if path not in self._totals:
                 _refuse_integers(leaf.value, path)
-            self._totals.setdefault(path, RunningMean())
-            _check_weight(leaf.weight, path, client_id)
+            self._totals.setdefault(path, RunningMean(path))
+            _check_weight(leaf.weight, path)
             if leaf.weight != 0:
                 self._totals[path].add(leaf.value, leaf.weight)
         elif isinstance(leaf, Sum):
             summands = tree.map_leaves(as_summand, leaf.value)
-            if path not in self._totals:
-                self._forms[path] = _empty(summands)
+            self._match_summands(path, summands)
             # half precision is accumulated in float32 and rounded once at the end
             self._sum(path, tree.widen(summands))
         else:
             self._totals.setdefault(path, {})[client_id] = leaf.value
+
+    def _match_summands(self, path: str, summands: Any) -> None:
+        """Keep the form of the first tree of a sum; raise TreeError if a later one has another form."""
+        form = tree.form(summands)
+        if path not in self._forms:
+            self._forms[path] = form, _empty(summands)
+        elif form != self._forms[path][0]:
+            # the order of keys may differ
+            match_tensors(self._forms[path][1], summands, path)
 
     def _sum(self, path: str, value: Any) -> None:
         total = self._totals.get(path)
@@ -360,15 +401,23 @@ class Aggregator:
             return total.value if total.total > 0 else None
         if leaf_type is Each:
             return dict(sorted(total.items()))
-        return tree.cast_like(total, self._forms[path])
+        return tree.cast_like(total, self._forms[path][1])
 
 
-def _check_weight(weight: float, path: str, client_id: int) -> None:
-    """Raise TreeError if the weight of a client's mean is negative or not finite."""
+@contextlib.contextmanager
+def _naming_client(client_id: int) -> Iterator[None]:
+    """Within this block, raise a TreeError again with the client whose contribution is added."""
+    try:
+        yield
+    except tree.TreeError as error:
+        raise tree.TreeError(f"the contribution of client {client_id}: {error}") from error
+
+
+def _check_weight(weight: float, path: str) -> None:
+    """Raise TreeError if the weight of a mean is negative or not finite."""
     if not 0 <= weight < math.inf:
         raise tree.TreeError(
-            f"the weight of the mean at {path or 'the top'} of the contribution of client {client_id} is {weight}; it must be "
-            "finite and at least 0"
+            f"the weight of the mean at {path or 'the top'} is {weight}; it must be finite and at least 0"
         )
 
 
@@ -399,6 +448,33 @@ def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str
             f"holds a {type(contribution).__name__}. Wrap it, such as Mean(upload, client.example_count)"
         )
     return f(path, contribution)
+
+
+def find_not_finite(contribution: Any) -> str | None:
+    """Find the path of the first tensor in a contribution that holds a NaN or an infinity; None if there is none.
+
+    Means without weight count for nothing, and values of :class:`Each` are not examined, because only the method knows
+    what they may hold.
+    """
+    for path, leaf in contribution_leaves(contribution):
+        if not isinstance(leaf, Each) and (isinstance(leaf, Sum) or leaf.weight != 0):
+            # not tree.not_finite alone, whose error does not name the path of the leaf
+            tensors = tree.map_leaves(lambda t: t, leaf.value, path=path)
+            if (leaf_path := tree.not_finite(tensors)) is not None:
+                return f"{path}{leaf_path}"
+    return None
+
+
+def select_row(contribution: Any, weights: Mapping[str, Sequence[float]], index: int) -> Any:
+    """Select the contribution of one client from a contribution of several, see :meth:`Aggregator.add_rows`."""
+
+    def select(path: str, leaf: Leaf) -> Leaf:
+        if isinstance(leaf, Each):
+            return Each(leaf.value[index])
+        value = tree.map_leaves(lambda t: t[index], leaf.value)
+        return Sum(value, leaf.counts) if isinstance(leaf, Sum) else Mean(value, weights[path][index])
+
+    return map_contributions(select, contribution)
 
 
 def fault_of(contribution: Any) -> str | None:

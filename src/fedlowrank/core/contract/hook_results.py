@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,14 +14,45 @@ from torch import Tensor
 
 from .. import tree
 from ..arguments.user_code import is_of_package
-from ..errors import TaskError
+from ..errors import FedlowrankError, NonFiniteError, TaskError
 from ..learning.optimizer import SGD, AdamW
 from .client_model import ClientModel
 from .task import Pass
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _VARIADIC = inspect.CO_VARARGS
+
+
+class NonFiniteResultError(NonFiniteError):
+    """A hook returned a NaN or an infinity, although what it was given held none.
+
+    Args:
+        result: description of what the hook returned, with the hook.
+        round: index of the training round, from 0, or None if it is not known.
+        path: path of the first such number in what was returned.
+        advice: what to do about it.
+        client_id: identifier of the client; -1 for the server.
+        owner: name of the client in the message; empty for the server.
+    """
+
+    def __init__(
+        self, result: str, round: int | None, path: str, advice: str, client_id: int = -1, owner: str = ""
+    ) -> None:
+        super().__init__(client_id, -1 if round is None else round, "", None, owner)
+        location = [owner] if owner else []
+        if round is not None:
+            location.append(f"round {round + 1}")
+        prefix = f"{', '.join(location)}: " if location else ""
+        self.finding = f"{prefix}{result} holds a NaN or an infinity at {path or 'the top'}"
+        self.result, self.path, self.advice = result, path, advice
+        self._round = round
+        FedlowrankError.__init__(self, f"{self.finding}. {advice}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.result, self._round, self.path, self.advice, self.client_id, self.owner)
 
 
 def check_tree(method: Any, hook: str, value: T) -> T:
@@ -32,9 +64,24 @@ def check_tree(method: Any, hook: str, value: T) -> T:
     return value
 
 
-def check_pair(method: Any, result: Any) -> tuple[Any, Any]:
-    """Return the result of ``local_update``; raise TaskError if it is no pair, and TreeError if it is no pair of trees."""
+def check_pair(method: Any, result: Any, before: Any = None) -> tuple[Any, Any]:
+    """Return the result of ``local_update``.
+
+    Args:
+        method: method whose hook was called.
+        result: result of the hook.
+        before: state of the client that the hook was given.
+
+    Raises:
+        TaskError: if the result is no pair, or the client's state is lost.
+        TreeError: if it is no pair of trees.
+    """
     if isinstance(result, tuple) and len(result) == 2:
+        if result[0] is None and before is not None:
+            raise TaskError(
+                f"{name_class(method)}.local_update returned None for the client's next state, which was "
+                f"{describe_kind(before)}. Write return state, upload if it does not change"
+            )
         for part, value in zip(("state", "upload"), result, strict=True):
             check_tree(method, f"local_update ({part})", value)
         return result
@@ -156,34 +203,78 @@ def _plain_number(name: str, key: str, value: Any) -> float:
     return value
 
 
-def check_server_state(method: Any, before: Any, state: Any) -> Any:
-    """Return the result of ``server_update``.
+def check_server_state(method: Any, before: Any, state: Any, round: int | None = None) -> Any:
+    """Return the result of ``server_update``; log a warning if a tensor in it changes to a wider floating-point type.
+
+    Args:
+        method: method whose hook was called.
+        before: state of the server that the hook was given.
+        state: result of the hook.
+        round: index of the round, from 0, for error messages; None if it is not known.
 
     Raises:
         TaskError: if the server's state is lost, or a tensor in it changes to a narrower floating-point type.
         TreeError: if the state is no tree.
+        NonFiniteError: if a tensor holds a NaN or an infinity that held none before, or was not there.
     """
+    name = f"{name_class(method)}.server_update"
     if state is None and before is not None:
         raise TaskError(
-            f"{name_class(method)}.server_update returned None, which would be the server's next state. Return the "
-            "state, such as return total"
+            f"{name} returned None, which would be the server's next state. Return the state, such as return total"
         )
     check_tree(method, "server_update", state)
     # the types alone are listed several times faster than with their places
-    if [t.dtype for t in tree.tensors(before)] == [t.dtype for t in tree.tensors(state)]:
-        return state
-    if narrowed_tensor := next(_list_narrowed(before, state), None):
-        path, old_type, new_type = narrowed_tensor
-        raise TaskError(
-            f"{name_class(method)}.server_update returned {new_type} at {path or 'the top'} of the server's state, "
-            f"which had {old_type} there, with more digits or a wider range. Convert it in server_update, such as by "
-            f".to({old_type}), or begin with {new_type} in server_init"
-        )
+    if [t.dtype for t in tree.tensors(before)] != [t.dtype for t in tree.tensors(state)]:
+        _check_types(name, before, state)
+    if tree.not_finite(state) is not None:
+        _refuse_not_finite(name, before, state, round)
     return state
 
 
-def _list_narrowed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
-    """List the floating-point tensors that have a type in a second tree that cannot hold the values of the first.
+def _check_types(name: str, before: Any, state: Any) -> None:
+    """Raise TaskError if a tensor of the server's state has a narrower type than before; warn if it has a wider type."""
+    widened_tensor = None
+    for path, old_type, new_type in _list_other_types(before, state):
+        old, new = torch.finfo(old_type), torch.finfo(new_type)
+        if new.max < old.max or new.eps > old.eps:
+            raise TaskError(
+                f"{name} returned {new_type} at {path or 'the top'} of the server's state, which had {old_type} there, with "
+                f"more digits or a wider range. Convert it in server_update, such as by .to({old_type}), or begin with "
+                f"{new_type} in server_init"
+            )
+        widened_tensor = widened_tensor or (path, old_type, new_type)
+    if widened_tensor is not None:
+        path, old_type, new_type = widened_tensor
+        logger.warning(
+            "%s returned %s at %s of the server's state, which had %s there. If it is a parameter of a model, training will "
+            "fail with a message about two dtypes: convert what clients upload, such as tensors from NumPy, by .to(%s)",
+            name,
+            new_type,
+            path or "the top",
+            old_type,
+            old_type,
+        )
+
+
+def _refuse_not_finite(name: str, before: Any, state: Any, round: int | None) -> None:
+    """Raise NonFiniteResultError at the first tensor of the server's state that is not finite, but was so or did not exist."""
+    tensors_before = dict(tree.leaves(before))
+    for path, t in tree.leaves(state):
+        old = tensors_before.get(path)
+        if tree.not_finite(t) is not None and (old is None or tree.not_finite(old) is None):
+            raise NonFiniteResultError(
+                f"the server's state that {name} returned",
+                round,
+                path,
+                "Look at what the hook computes, at an Each in contribution, and at the learning rates. If such a number "
+                "means something, let server_init begin with it, or hold it as a Python number",
+            )
+
+
+def _list_other_types(
+    before: Any, after: Any, path: str = ""
+) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+    """List the floating-point tensors that have another type in a second tree.
 
     Compared are tensors at the same place. Lists of different lengths have no such places: they may grow at any end.
 
@@ -191,16 +282,14 @@ def _list_narrowed(before: Any, after: Any, path: str = "") -> Iterator[tuple[st
         Path, first type and second type.
     """
     if isinstance(before, Tensor) and isinstance(after, Tensor):
-        if before.is_floating_point() and after.is_floating_point():
-            old, new = torch.finfo(before.dtype), torch.finfo(after.dtype)
-            if new.max < old.max or new.eps > old.eps:
-                yield path, before.dtype, after.dtype
+        if before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype:
+            yield path, before.dtype, after.dtype
     elif type(before) is type(after):
         old_children, new_children = (dict(tree.children(value) or ()) for value in (before, after))
         if not isinstance(before, list | tuple) or len(before) == len(after):
             for key, child in old_children.items():
                 if key in new_children:
-                    yield from _list_narrowed(child, new_children[key], tree.join_path(path, key))
+                    yield from _list_other_types(child, new_children[key], tree.join_path(path, key))
 
 
 def check_start(start: Any, path: str = "") -> None:

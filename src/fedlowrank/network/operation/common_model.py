@@ -19,7 +19,10 @@ class _ExamplesNeededError(Exception):
 
 
 class _NoExamples:
-    """The trainer of a client whose examples are elsewhere; implements :class:`.training_request.Trainer`."""
+    """The trainer of a client whose examples are elsewhere.
+
+    Implements :class:`fedlowrank.core.contract.training_request.Trainer`.
+    """
 
     def _refuse(self, *_: Any) -> Any:
         raise _ExamplesNeededError

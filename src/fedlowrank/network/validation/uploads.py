@@ -21,7 +21,7 @@ from ...config.sections.network_section import Limits
 from ...core import tree
 from ...core.contract import AnyMethod, ClientInfo, Contribution, ServerView, Task
 from ...core.contract.contribution import Aggregator, fault_of
-from ...core.contract.hook_results import check_server_state
+from ...core.contract.hook_results import NonFiniteResultError, check_server_state
 from ...core.errors import FedlowrankError
 from .norms import difference_norm, iterate_floats
 from .shape_tracing import trace_template
@@ -164,15 +164,21 @@ def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) 
         FedlowrankError: if the state is not finite.
         Exception: if the method raises one of :data:`FAULT_TYPES`.
     """
-    new_state = check_server_state(method, server, method.server_update(server, total, view))
+    try:
+        new_state = check_server_state(method, server, method.server_update(server, total, view), view.round)
+    except NonFiniteResultError as error:
+        raise _make_not_finite_error(method, view, error.path) from error
     for path, number in iterate_floats(new_state):
         if not math.isfinite(difference_norm(number)):
-            raise FedlowrankError(
-                f"{method.title}, round {view.round + 1}: the server's new state would hold a NaN or an infinity "
-                f"at {path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or "
-                "set limits.max_norm."
-            )
+            raise _make_not_finite_error(method, view, path)
     return new_state
+
+
+def _make_not_finite_error(method: AnyMethod, view: ServerView, path: str) -> FedlowrankError:
+    return FedlowrankError(
+        f"{method.title}, round {view.round + 1}: the server's new state would hold a NaN or an infinity at {path or 'its top'}. "
+        "Lower the learning rate, clip the gradient (optimizer.clip), or set limits.max_norm."
+    )
 
 
 def update_without_faulty(
