@@ -24,7 +24,10 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from fedlowrank import METHODS, SGD, ClientInfo, Compression, Federation, Key, Method, Task, simulate
 from fedlowrank.core import tree
@@ -34,6 +37,7 @@ from fedlowrank.data.partitioning.partition import Dirichlet
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.report.figures.chart import legend_entry
 from fedlowrank.report.figures.style import (
+    Style,
     add_legend,
     drawing,
     final_colors,
@@ -59,6 +63,10 @@ FAMILIES = {"top_k": "top_k:{} + int8", "low_rank": "low_rank:{} + int8"}
 TARGETS = (16, 64)
 # families that are run without error feedback, too, at the last target
 ABLATION = {"fedavg": "top_k", "fedslr": "low_rank", "fedhl": "top_k"}
+
+
+MOVED = 3.0
+"""Points of the page by which the families' points stand apart from their lines."""
 
 
 class Setting(NamedTuple):
@@ -292,40 +300,68 @@ def write_stages(data: str) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy over uplink bytes: a solid line a method for top_k, a dashed one for low_rank."""
+    """Accuracy over uplink bytes: a solid line a method for top_k, a dashed one for low_rank.
+
+    The two lines of a method share the points without compression and of int8, which are drawn once. Other points are moved by
+    a few points of the page to the left or right, so that they do not hide each other; the lines are not.
+    """
     titles = [METHODS[name].title for name in COMPARED]
     with drawing(), final_colors():
         matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
         figure, axes = new_figure(3.3)
         styles, entries, labels = make_styles(titles), [], []
         for name, title in zip(COMPARED, titles, strict=True):
+            style = styles[title]
+            shared = _points_of(rows, name, ("none", "int8"))
+            _draw_points(axes, shared, style, style.color, 0.0)
             for place, family in enumerate(FAMILIES):
-                style = styles[title]
-                points = []
-                for (of, setting), found in group(rows).items():
-                    if of == name and setting.feedback and setting.family in ("none", "int8", family):
-                        size = np.mean([row["bytes_up"] / row["messages"] for row in found])
-                        mean, half = mean_and_half_width([100 * headline(row) for row in found])
-                        points.append((float(size), mean, half))
-                x, y, half = (np.array(column) for column in zip(*sorted(points), strict=True))
+                own = _points_of(rows, name, (family,))
                 line = (0.0, (2.5, 1.5)) if place else "-"
-                fill = "none" if place else style.color
-                axes.errorbar(
-                    x * (0.97 if place else 1.03), y, yerr=half, color=style.color, linestyle=line,
-                    marker=style.marker, markersize=5, markerfacecolor=fill, capsize=2,
-                    elinewidth=1, linewidth=1.3,
-                )  # fmt: skip
+                fill = "white" if place else style.color
+                x, y, _ = zip(*sorted([*own, *shared]), strict=True)
+                axes.plot(x, y, color=style.color, linestyle=line, linewidth=1.3)
+                _draw_points(axes, own, style, fill, -MOVED if place else MOVED)
                 entry = legend_entry(style, line=line)
                 entry.set_markerfacecolor(fill)
                 entries.append(entry)
                 labels.append(f"{title}, {family}")
         axes.set_xscale("log")
+        axes.autoscale_view()
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1000:g}"))
         axes.set_xlabel("kB a message from a client to the server")
         axes.set_ylabel("test accuracy, %")
         add_legend(figure, entries, labels)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
+def _points_of(
+    rows: list[dict[str, Any]], name: str, families: tuple[str, ...]
+) -> list[tuple[float, float, float]]:
+    """Bytes a message, mean accuracy and half-width of its interval, in percent, for each setting with error feedback."""
+    return [
+        (
+            float(np.mean([row["bytes_up"] / row["messages"] for row in found])),
+            *mean_and_half_width([100 * headline(row) for row in found]),
+        )
+        for (of, setting), found in group(rows).items()
+        if of == name and setting.feedback and setting.family in families
+    ]
+
+
+def _draw_points(
+    axes: Axes, points: list[tuple[float, float, float]], style: Style, fill: str, moved: float
+) -> None:
+    """Draw points and their intervals, moved to the right by ``moved`` points of the page."""
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    x, y, half = zip(*points, strict=True)
+    # moved points do not count for the limits of the axes otherwise
+    axes.update_datalim([(size, mean + sign * end) for size, mean, end in points for sign in (-1, 1)])
+    axes.errorbar(
+        x, y, yerr=half, color=style.color, linestyle="", marker=style.marker, markersize=5, markerfacecolor=fill, capsize=2,
+        elinewidth=1, transform=axes.transData + ScaledTranslation(moved / 72, 0, figure.dpi_scale_trans),
+    )  # fmt: skip
 
 
 def main() -> None:

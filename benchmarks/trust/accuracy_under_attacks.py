@@ -231,51 +231,72 @@ def sections(cells: Cells) -> list[str]:
 
 
 def draw_accuracy(cells: Cells, path: Path) -> None:
-    """Attack by rule for each method, colored by accuracy."""
+    """Attack by rule for each method, colored by accuracy; in each cell the mean and its 95 % interval."""
     methods = [m for m in TITLES if any(key[0] == m for key in cells)]
     with drawing():
         figure = Figure(figsize=(10, 3.6 * -(-len(methods) // 2)), layout="constrained")
-        panels = figure.subplots(-(-len(methods) // 2), 2, squeeze=False).flat
-        for method, axes in itertools.zip_longest(methods, panels):
+        panels = figure.subplots(-(-len(methods) // 2), 2, squeeze=False)
+        for method, axes in itertools.zip_longest(methods, panels.flat):
             axes.grid(False)
             if method is None:
                 axes.axis("off")
                 continue
             attacks, rules = present(cells, method, 1), present(cells, method, 2)
-            values = np.array([[_mean(cells, (method, a, r), "accuracy") for r in rules] for a in attacks])
-            axes.imshow(values, vmin=30, vmax=90, cmap="viridis", aspect="auto")
+            means, halves = (
+                np.array([[_percent(cells, (method, a, r), "accuracy")[k] for r in rules] for a in attacks])
+                for k in (0, 1)
+            )
+            # from chance, ten classes, on
+            image = axes.imshow(means, vmin=10, vmax=90, cmap="viridis", aspect="auto")
             axes.set_title(TITLES[method])
-            axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=8)
+            axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=7)
             axes.set_yticks(range(len(attacks)), [a.replace("_", " ") for a in attacks])
-            for (i, j), value in np.ndenumerate(values):
-                text = f"{value:.0f}" if np.isfinite(value) else "–"
-                axes.text(j, i, text, ha="center", va="center", color="#ffffff" if value < 65 else "#000000")
+            axes.set_xlabel("rule")
+            axes.set_ylabel("attack")
+            for (i, j), mean in np.ndenumerate(means):
+                text = f"{mean:.0f} ± {halves[i, j]:.0f}" if np.isfinite(mean) else "–"
+                color = "#ffffff" if mean < 57 else "#000000"
+                axes.text(j, i, text, ha="center", va="center", color=color, fontsize=6.5)
+        figure.colorbar(image, ax=panels, label="test accuracy / %", shrink=0.6)
         figure.savefig(path, format="svg", facecolor="#ffffff", metadata={"Date": None})
 
 
 def draw_backdoor(cells: Cells, path: Path) -> None:
-    """Success of the backdoor against accuracy, a point a rule."""
+    """Success of the backdoor against accuracy: a small hollow point a seed, and the mean of each rule."""
     methods = [m for m in TITLES if any(key[:2] == (m, "backdoor") for key in cells)]
     with drawing():
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         panels = figure.subplots(1, len(methods), sharex=True, sharey=True, squeeze=False)[0]
         for method, axes in zip(methods, panels, strict=True):
             for i, (rule, marker) in enumerate(zip(RULES, "osD^vPX", strict=True)):
-                x, y = (_mean(cells, (method, "backdoor", rule), f) for f in ("accuracy", "success"))
-                if np.isfinite(x):
-                    axes.plot(x, y, marker, color=f"C{i}", label=rule.replace("_", " "), markersize=7)
+                x, y = (_values(cells, (method, "backdoor", rule), f) for f in ("accuracy", "success"))
+                if x:
+                    axes.plot(x, y, marker, color=f"C{i}", markerfacecolor="none", markersize=4)
+                    axes.plot(
+                        np.mean(x),
+                        np.mean(y),
+                        marker,
+                        color=f"C{i}",
+                        label=rule.replace("_", " "),
+                        markersize=7,
+                    )
             axes.set_title(TITLES[method])
             axes.set_ylim(-3, 103)
-            axes.set_xlabel("accuracy / %")
+            axes.set_xlabel("test accuracy / %")
         figure.axes[0].set_ylabel("success of the backdoor / %")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         figure.savefig(path, format="svg", facecolor="#ffffff", metadata={"Date": None})
 
 
-def _mean(cells: Cells, key: tuple[str, str, str], field: str) -> float:
-    values = [row[field] for row in cells.get(key, {}).values() if row.get(field) is not None]
-    return 100 * float(np.mean(values)) if values else float("nan")
+def _values(cells: Cells, key: tuple[str, str, str], field: str) -> list[float]:
+    """A field of every seed, in percent."""
+    return [100 * row[field] for row in cells.get(key, {}).values() if row.get(field) is not None]
+
+
+def _percent(cells: Cells, key: tuple[str, str, str], field: str) -> tuple[float, float]:
+    """Mean over seeds and half-width of its 95 % interval, in percent; NaN without runs."""
+    return mean_and_half_width(_values(cells, key, field))
 
 
 def write_page(cells: Cells, page: Path) -> None:

@@ -5,12 +5,14 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
 from fedlowrank.report.statistics.significance import compare_over_seeds
 from tables.claims import Case, judge_claims, label_of
@@ -36,8 +38,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
-from matplotlib.transforms import blended_transform_factory
+from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 LOOKS = {"for": ("tab:blue", "o"), "open": ("0.35", "D"), "against": ("tab:red", "s")}
 """Color and marker of a comparison by its mark."""
@@ -57,57 +59,90 @@ SERIES = {
 
 MANY = 10
 """Comparisons of a claim from which on their labels are short."""
+ROWS = 40
+"""Rows of a panel of claims, so that its axis is never far; only a single claim can have more."""
+TITLE_WIDTH = 54
+"""Characters in a line of a claim's title, which stands in the margin left of the axes."""
+CLAIMED = {
+    "+": "",
+    "-": " Claimed: below 0.",
+    ">=": " Claimed: above −1, by the 90 % interval.",
+    "=": " Claimed: within ±1, by the 90 % interval.",
+}
+"""What a claim says about its differences, unless that they are above 0."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+Row = tuple[str, Case | None]
+"""A line of a panel of claims: a comparison, or a line of a claim's title."""
 
 
 def draw_downlink(name: str, path: Path) -> None:
-    """Accuracy against bytes to the clients: FedSLR as a curve over λ for each series, others as points.
+    """Accuracy against bytes to the clients: FedSLR as a curve over λ for each series, others as hollow points.
+
+    Methods without a penalty send nearly the same, so that a second panel shows the right end of the first.
 
     Args:
         name: of an experiment whose methods ``lam_*`` are FedSLR with a growing λ.
         path: of the SVG.
     """
-    figures = read_figures(name)
-    titles = read_titles(name)
-    axes = _new_axes(6.4, 3.6)
-    own = last_results(figures, None)
-    methods = list(dict.fromkeys(figures["method"]))
+    _set_style()
+    figure, (whole, near) = plt.subplots(1, 2, figsize=(7.6, 3.6), width_ratios=(3, 2), layout="constrained")
+    most = _draw_downlink(whole, name, labeled=(0, 0.9))
+    _draw_downlink(near, name, labeled=(0.9, 1))
+    whole.margins(y=0.1)
+    whole.set_xlim(0, 1.06 * most)
+    near.set(xlim=(0.975 * most, 1.011 * most), ylim=(89, 98))
+    near.xaxis.set_major_locator(MaxNLocator(4))
+    near.set_title("the right end of the left panel", fontsize=8)
+    for axes in (whole, near):
+        axes.set_xlabel("sent to the clients / MB", fontsize=8)
+        axes.tick_params(labelsize=8)
+    whole.set_ylabel("test accuracy / %", fontsize=8)
+    figure.legend(*whole.get_legend_handles_labels(), fontsize=8, ncols=3, loc="outside upper center")
+    figure.supxlabel("Hollow points are moved to the right, so that they do not hide each other.", fontsize=8)
+    _save(path)
+
+
+def _draw_downlink(axes: Axes, name: str, labeled: tuple[float, float]) -> float:
+    """Draw curves, points and their 95 % intervals; return the most that is sent, in MB.
+
+    Args:
+        axes: where to draw.
+        name: of the experiment.
+        labeled: λ stands at points that send between these shares of the most.
+    """
+    figures, titles = read_figures(name), read_titles(name)
+    sent = last_results(figures, None).groupby("method")["bytes_down"].mean() / 1e6
     penalties = sorted(
-        (m for m in methods if m.startswith("lam_")), key=lambda m: float(m.removeprefix("lam_"))
+        (m for m in titles if m.startswith("lam_")), key=lambda m: float(m.removeprefix("lam_"))
     )
     for series, label in ((None, "FedSLR, mixed model"), ("gkr", "FedSLR, global model (GKR)")):
-        results = last_results(figures, series)
-        found = [compare_over_seeds(100 * results.loc[m]["test"].to_numpy()) for m in penalties]
-        x = [own.loc[m]["bytes_down"].mean() / 1e6 for m in penalties]
-        half = [(one.high - one.low) / 2 for one in found]
-        axes.errorbar(x, [one.mean for one in found], half, marker="o", capsize=2, label=label)
-        if series is None:
-            for place, one, method in zip(x, found, penalties, strict=True):
+        means, halves = _means_of(figures, series, penalties)
+        axes.errorbar(sent[penalties], means, halves, marker="o", ms=4, capsize=2, label=label)
+        for x, mean, half, method in zip(sent[penalties], means, halves, penalties, strict=True):
+            if series is None and labeled[0] < x / sent.max() <= labeled[1]:
                 text = f"λ = {method.removeprefix('lam_')}"
                 axes.annotate(
-                    text,
-                    (place, one.mean),
-                    (0, 7 + 11 * (method == penalties[0])),
-                    textcoords="offset points",
-                    fontsize=8,
-                    ha="right",
+                    text, (x, mean + half), (0, 4), textcoords="offset points", fontsize=7, ha="center"
                 )
-    for method in (m for m in methods if m not in penalties):
-        rows = own.loc[method]
-        one = compare_over_seeds(100 * rows["test"].to_numpy())
-        place = rows["bytes_down"].mean() / 1e6
-        axes.errorbar(
-            [place],
-            [one.mean],
-            [(one.high - one.low) / 2],
-            marker="s",
-            capsize=2,
-            ls="",
-            label=titles[method],
+    others = [method for method in titles if method not in penalties]
+    for place, (method, marker) in enumerate(zip(others, "sD^v", strict=True)):
+        # two after each other in the list send the same
+        moved = axes.transData + ScaledTranslation(
+            (6 + 6 * (place % 2)) / 72, 0, axes.get_figure().dpi_scale_trans
         )
-    axes.margins(y=0.15)
-    axes.set(xlabel="sent to the clients / MB", ylabel="test accuracy / %")
-    axes.legend(fontsize=8)
-    _save(path)
+        style = {"marker": marker, "ms": 5, "mfc": "none", "capsize": 2, "ls": "", "transform": moved}
+        axes.errorbar(sent[[method]], *_means_of(figures, None, [method]), label=titles[method], **style)
+    return float(sent.max())
+
+
+def _means_of(
+    figures: pd.DataFrame, series: str | None, methods: Sequence[str]
+) -> tuple[list[float], list[float]]:
+    """Mean test accuracy of each method at the end, and half-widths of its 95 % interval, in percent."""
+    results = last_results(figures, series)
+    compared = [compare_over_seeds(100 * results.loc[m]["test"].to_numpy()) for m in methods]
+    return [c.mean for c in compared], [(c.high - c.low) / 2 for c in compared]
 
 
 def draw_page(page: str, path: Path) -> None:
@@ -137,13 +172,20 @@ def draw_page(page: str, path: Path) -> None:
 def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
     """Means over seeds and their 95 % intervals: clients' own models, and further series of a method."""
     figures, methods = read_figures(name), list_methods(name)
-    for place, series in enumerate([None, *figures.loc[~figures["headline"], "series"].unique()]):
-        results = last_results(figures, series)
-        shown = [m for m in methods if m in results.index.get_level_values("method")]
-        found = [compare_over_seeds(100 * results.loc[m]["test"].to_numpy()) for m in shown]
-        heights = [methods.index(m) + 0.22 * place for m in shown]
-        halves = [(one.high - one.low) / 2 for one in found]
-        means, (label, color, marker) = [one.mean for one in found], SERIES[series]
+    all_series = [None, *figures.loc[~figures["headline"], "series"].unique()]
+    having = {
+        series: set(last_results(figures, series).index.get_level_values("method")) for series in all_series
+    }
+    of_method = {method: [series for series in all_series if method in having[series]] for method in methods}
+    for series in all_series:
+        shown = [method for method in methods if method in having[series]]
+        means, halves = _means_of(figures, series, shown)
+        # around the label of the method
+        heights = [
+            methods.index(m) + 0.22 * (of_method[m].index(series) - (len(of_method[m]) - 1) / 2)
+            for m in shown
+        ]
+        label, color, marker = SERIES[series]
         style = {"ls": "", "ms": 4, "capsize": 2}
         axes.errorbar(means, heights, None, halves, color=color, marker=marker, label=label, **style)
     kept, run = last_results(figures, None).groupby("method")["test"].count(), len(list_seeds(name))
@@ -167,14 +209,19 @@ def draw_leads(path: Path) -> None:
             found = {rounds: find_lead(name, "flexlora", "server") for rounds, name in names.items()}
             leads = {rounds: lead for rounds, lead in found.items() if lead is not None}
             halves = [50 * (lead.high - lead.low) for lead in leads.values()]
-            means = [100 * lead.mean for lead in leads.values()]
-            axes.errorbar(list(leads), means, halves, marker="o", ms=4, capsize=2, label=f"rank {label}")
+            means = {rounds: 100 * lead.mean for rounds, lead in leads.items()}
+            style = {"marker": "o", "ms": 4, "capsize": 2, "ls": ""}
+            bars = axes.errorbar(list(means), list(means.values()), halves, label=f"rank {label}", **style)
+            for start, end in itertools.pairwise(means):
+                is_next = HORIZONS.index(end) == HORIZONS.index(start) + 1
+                line = "-" if is_next else "--"
+                axes.plot([start, end], [means[start], means[end]], line, color=bars[0].get_color())
         axes.axhline(0, color="0.6", lw=0.8, zorder=0)
         axes.set_xscale("log")
         axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
         axes.minorticks_off()
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("rounds", fontsize=8)
+        axes.set_xlabel("rounds, logarithmic (dashed: no run between)", fontsize=8)
     panels[0].set_ylabel("FedHL minus FlexLoRA / points", fontsize=8)
     panels[0].legend(fontsize=8, loc="upper left")
     _save(path)
@@ -187,8 +234,8 @@ def draw_claims(paper: str, path: Path) -> None:
         paper: the paper's method.
         path: of the SVG.
     """
-    panels = {unit: rows for unit in UNITS if (rows := _claim_rows(paper, unit))}
-    heights = [0.5 + 0.17 * len(rows) for rows in panels.values()]
+    panels = [(unit, claims) for unit in UNITS for claims in _fill_panels(_claim_rows(paper, unit))]
+    heights = [0.5 + 0.17 * sum(map(len, claims)) for _, claims in panels]
     _set_style()
     figure, all_axes = plt.subplots(
         len(panels),
@@ -197,31 +244,37 @@ def draw_claims(paper: str, path: Path) -> None:
         layout="constrained",
         squeeze=False,
     )
-    for axes, (unit, rows) in zip(all_axes[:, 0], panels.items(), strict=True):
-        _draw_rows(figure, axes, rows, unit)
+    points = [
+        case for unit, claims in panels for _, case in itertools.chain(*claims) if case and unit == "points"
+    ]
+    for axes, (unit, claims) in zip(all_axes[:, 0], panels, strict=True):
+        _draw_rows(figure, axes, claims, unit)
+        if unit == "points":
+            _scale_points(axes, points)
     shown = [
         Line2D([], [], color=color, marker=marker, ls="", label=mark)
         for mark, (color, marker) in LOOKS.items()
     ]
     shown.append(Line2D([], [], color="0.35", marker="o", mfc="white", ls="", label="not after Holm"))
     shown.append(Line2D([], [], color="black", marker="|", ms=9, mew=2, ls="", label="the paper"))
-    if "points" in panels:
+    if points:
         shown.append(Patch(color="0.92", label="within one point"))
     figure.legend(handles=shown, fontsize=8, ncols=len(shown), loc="outside upper center")
     _save(path)
 
 
-def _draw_rows(figure: Figure, axes: Axes, rows: Sequence[tuple[str, Case | None]], unit: str) -> None:
-    """The claims and comparisons of one unit."""
+def _draw_rows(figure: Figure, axes: Axes, claims: Sequence[Sequence[Row]], unit: str) -> None:
+    """Claims and comparisons of one unit, the claims separated by lines."""
     scale = 100.0 if unit == "runs" else 1.0
+    rows = list(itertools.chain(*claims))
+    for end in list(itertools.accumulate(map(len, claims)))[:-1]:
+        axes.axhline(end - 0.5, color="0.85", lw=0.6, zorder=0)
     for y, (text, case) in enumerate(rows):
         if case is None:
-            # from the left edge of the figure, over the labels and the axes
+            # from the left edge of the figure, in the margin of the labels
             place = blended_transform_factory(figure.transFigure, axes.transData)
             title = axes.text(0.01, y, text, fontweight="bold", transform=place, va="center", fontsize=7)
             title.set_in_layout(False)
-            if y and rows[y - 1][1]:
-                axes.axhline(y - 0.5, color="0.85", lw=0.6, zorder=0)
             continue
         found, (color, marker) = case.judged, LOOKS[case.judged.mark]
         filled = color if case.is_strong or found.mark == "open" else "white"
@@ -238,8 +291,6 @@ def _draw_rows(figure: Figure, axes: Axes, rows: Sequence[tuple[str, Case | None
     axes.axvline(50 if unit == "runs" else 0, color="0.6", lw=0.8, zorder=0)
     if unit == "runs":
         axes.set_xlim(-3, 103)
-    if unit == "points":
-        _scale_points(axes, [case for _, case in rows if case])
 
 
 def _scale_points(axes: Axes, cases: Sequence[Case]) -> None:
@@ -255,26 +306,40 @@ def _scale_points(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_xlim(-furthest, furthest)
 
 
-def _claim_rows(paper: str, unit: str) -> list[tuple[str, Case | None]]:
-    """Lines of a panel from above: a claim, over two lines if it is long, and then its comparisons."""
-    rows: list[tuple[str, Case | None]] = []
+def _claim_rows(paper: str, unit: str) -> list[list[Row]]:
+    """Lines of each claim from above: the claim, over several lines, and then its comparisons."""
+    claims: list[list[Row]] = []
     for claim, cases, verdict in judge_claims():
         if claim["paper"] != paper or (cases[0].unit if cases else "points") != unit:
             continue
-        sign = {"-": " Claimed: below 0.", ">=": " Claimed: above −1.", "=": " Claimed: within ±1."}
-        title = f"{claim['claim']}{sign.get(claim.get('expected', '+'), '')} → {verdict}"
+        shown = f"→ {verdict}".replace(" ", NO_BREAK)
+        title = f"{claim['claim']}{CLAIMED[claim.get('expected', '+')]} {shown}"
         # of many comparisons of two methods the methods are named once
         once = len(cases) > MANY and not claim["difference"].endswith("minus")
-        rows += [(line, None) for line in textwrap.wrap(title, 130)]
+        rows: list[Row] = [(line, None) for line in textwrap.wrap(title, TITLE_WIDTH)]
         rows += [(f"{claim['difference']}:", None)] if once else []
-        rows += [(case.label if once else label_of(claim, case), case) for case in cases]
-    return rows
+        rows += [
+            ((case.label if once else label_of(claim, case)) + _note_diverged(case), case) for case in cases
+        ]
+        claims.append(rows)
+    return claims
 
 
-def _new_axes(width: float, height: float) -> Axes:
-    """Axes of a new figure, width and height in inches."""
-    _set_style()
-    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+def _note_diverged(case: Case) -> str:
+    """That a method diverged in some seeds, for which a comparison can be open although its interval excludes 0."""
+    count = max(case.diverged)
+    return f", diverged in {count} seed{'s' * (count > 1)}" if count else ""
+
+
+def _fill_panels(claims: Sequence[list[Row]]) -> list[list[list[Row]]]:
+    """Claims in panels of at most :data:`ROWS` rows, in their order; a longer claim has a panel of its own."""
+    panels: list[list[list[Row]]] = []
+    for rows in claims:
+        if panels and sum(map(len, panels[-1])) + len(rows) <= ROWS:
+            panels[-1].append(rows)
+        else:
+            panels.append([rows])
+    return panels
 
 
 def _set_style() -> None:

@@ -138,7 +138,13 @@ class TestRanks:
         assert "24 of 60 weights are drawn" in picture.caption
         names, picture = drawn(4)
         lowest = [axes for axes in picture.figure.axes if axes.get_visible() and axes.get_xlabel()]
-        assert [axes.get_title("left")[:6] for axes in lowest] == ["layer1"]  # the panel below it is empty
+        # the panels below layers 1 and 2 are empty
+        assert [axes.get_title("left")[:6] for axes in lowest] == ["layer1", "layer2", "layer3"]
+
+    def test_rounds_are_named_below_each_column(self, make_run):
+        ranks = [{"a.weight": 100 - t, "b.weight": 9 - t} for t in (0, 1)]
+        picture = draw(rank_figures.plot_ranks, make_run("m", rounds=ranked(*ranks)))
+        assert [axes.get_xlabel() for axes in picture.figure.axes] == ["round", "round"]
 
     @pytest.mark.full
     def test_long_runs_are_thinned_out_but_keep_their_ends(self, make_run):

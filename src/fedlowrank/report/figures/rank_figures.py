@@ -46,7 +46,8 @@ def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         chart.draw_lines(axes, percent_lines, styles)
         title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in curve_pairs])}"
         axes.set_title(title, fontsize=8, loc="left", pad=3)
-    chart.finish_grid(panels, len(panel_names))[columns // 2].set_xlabel("round")
+    for axes in chart.finish_grid(panels, len(panel_names)):
+        axes.set_xlabel("round")
     percent_tables = [
         curves[name].percent for _, curves in curves_of_groups for name in panel_names if name in curves
     ]
