@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import SGD, ClientModel, Federation, Mean, Method, simulate, supervised_loss
+from fedlowrank import SGD, ClientModel, Each, Federation, Mean, Method, simulate, supervised_loss
 from fedlowrank.core.contract import ClientInfo, ClientView, ServerView, Task
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.tree import Params, tensors
@@ -73,17 +73,12 @@ class DrawsLater(DrawsFromGlobalGenerators):
     first_round: ClassVar[int] = 1
 
 
-class DrawsItsFirstState(Plain):
-    def client_init(self, client: ClientInfo, task: Task) -> list[Tensor]:
-        return [torch.rand(3).double()]
-
-
 def drawn_numbers(method: Method[Any, Any, Any, Any], engine: Any) -> list[float]:
     result = simulate(method, federation(), rounds=ROUNDS, engine=engine, evaluate_every=1)
     return torch.cat([torch.cat(tensors(result.client_state(i))) for i in range(CLIENTS)]).tolist()
 
 
-@pytest.mark.parametrize("kind", [DrawsFromGlobalGenerators, DrawsLater, DrawsItsFirstState])
+@pytest.mark.parametrize("kind", [DrawsFromGlobalGenerators, DrawsLater])
 def test_global_draws_of_client_hooks_differ_and_are_the_same_in_every_engine(kind: type[Plain]) -> None:
     numbers = drawn_numbers(kind(batch_size=8), "sequential")
     assert len(set(numbers)) == len(numbers)
@@ -252,6 +247,19 @@ class SetsUpItself(Plain):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_value_of_one_client_alone_may_be_no_tree(engine: Any) -> None:
+    class SendsAnything(Plain):
+        def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Any:
+            return {"mean": Mean(upload, 1.0), "own": Each((np.ones(2), {client.id}))}
+
+        def server_update(self, server: Params, total: Any, view: ServerView) -> Params:
+            assert [own[1] for own in total["own"].values()] == [{i} for i in range(CLIENTS)]
+            return dict(total["mean"])
+
+    simulate(SendsAnything(optimizer=SGD(0.1)), federation(), rounds=1, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_attributes_of_a_new_method_and_changed_containers_are_accepted(engine: Any) -> None:
     result = simulate(SetsUpItself(batch_size=8), federation(), rounds=2, engine=engine)
     assert [result.client_state(i)["rounds"] for i in range(CLIENTS)] == [2] * CLIENTS
@@ -275,7 +283,7 @@ class ProxReturnsNothing(Plain):
 @dataclass(frozen=True)
 class LosesItsState(Plain):
     def client_init(self, client: ClientInfo, task: Task) -> list[Tensor]:
-        return []
+        return [torch.zeros(1)]
 
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
         return None, self.trained(down, view)

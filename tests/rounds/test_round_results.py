@@ -204,31 +204,6 @@ def test_the_total_without_a_client_whose_contribution_is_not_finite_is_that_of_
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@dataclass(frozen=True)
-class BadState(Sums):
-    """Client 4 keeps a NaN, client 5 an infinity; what they send is finite."""
-
-    title = "BadState"
-
-    def local_update(self, state: Tensor, down: Tensor, view: ClientView) -> tuple[Any, Tensor]:
-        _, upload = super().local_update(torch.zeros(()), down, view)
-        return {"c": torch.tensor({4: torch.nan, 5: torch.inf}.get(view.info.id, 0.0))}, upload
-
-
-def test_a_nan_in_the_state_of_a_client_is_named_with_client_hook_and_round(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    said = "client 4, round 1: the state that local_update returned holds a NaN or an infinity at /c"
-    run = run_of(BadState())
-    before = run.state
-    with pytest.raises(NonFiniteError, match=f"^{said}"):
-        run.step()
-    assert run.state is before
-    # the reply itself is finite and can be used
-    assert run_of(BadState(), on_nan="drop").step().lost == {}
-    assert [r.message.startswith(said) for r in caplog.records] == [True]
-
-
 def test_an_error_of_pytorch_in_contribution_has_a_note_with_client_and_round() -> None:
     @dataclass(frozen=True)
     class Fails(Sums):

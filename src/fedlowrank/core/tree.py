@@ -479,6 +479,14 @@ def not_finite(value: Any) -> str | None:
     return next((path for path, t in floating if not bool(t.isfinite().all())), None)
 
 
+def have_equal_tensors(a: Any, b: Any) -> bool:
+    """Whether two trees have the same tensors at the same paths, by :func:`torch.equal`, without encoding them."""
+    tensors_a, tensors_b = dict(leaves(a)), dict(leaves(b))
+    return tensors_a.keys() == tensors_b.keys() and all(
+        torch.equal(t, tensors_b[path]) for path, t in tensors_a.items()
+    )
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two trees are the same bit for bit (NaN equals NaN, -0.0 differs from 0.0)."""
     return builtins.bool(encode(a) == encode(b))

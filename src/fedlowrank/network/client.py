@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -802,6 +803,9 @@ class ClientRuntime:
         write_atomically(
             folder / MODEL_FILE, safetensors.torch.save(params, None if is_whole else PARTIAL_MODEL)
         )
+        if (folder / "adapter").exists():
+            # of an earlier round
+            shutil.rmtree(folder / "adapter")
         if self.language is not None and is_whole:
             self.language.write_one(folder / "adapter", local_model.personal(), round, self.client)
 

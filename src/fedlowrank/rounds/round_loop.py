@@ -155,13 +155,14 @@ class _Loop:
             self.pass_on(-2)
 
     def _warn_without_uploads(self, record: RoundRecord) -> None:
-        """Warn once if a method that expects uploads got replies without any."""
+        """Warn once if a method that expects uploads got replies without any in its first two rounds, or its only one."""
         has_replies = any(str(client_id) not in record.lost for client_id in record.participants)
-        if self._expects_uploads and has_replies and record.bytes_up == 0:
+        self._expects_uploads &= record.bytes_up == 0
+        if self._expects_uploads and has_replies and (record.round > 1 or self._run.is_over):
             self._expects_uploads = False
             logger.warning(
-                "round %d: no client sent an upload, so the state of the server stays as it is. local_update must return "
-                "(state, upload), in this order",
+                "until round %d no client has sent an upload, so the state of the server stays as it is. local_update must "
+                "return (state, upload), in this order",
                 record.round,
             )
 

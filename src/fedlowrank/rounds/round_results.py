@@ -281,7 +281,8 @@ class RoundResults:
             "what contribution returned",
             self.timing.round,
             path,
-            "The upload held none: look at what the hook computes, or set run.on_nan to 'drop' to go on without such replies.",
+            "The upload held none: look at what the hook computes, or set run.on_nan to 'drop' to go on without such replies. A "
+            "number that means something can be sent as Each.",
             info.id,
             info.title,
         )
@@ -376,35 +377,7 @@ class RoundResults:
         compact_states = {
             client_id: tree.map_leaves(_compact, state) for client_id, state in self._waiting.items()
         }
-        self._check_states({i: state for i, state in compact_states.items() if i in self.arrived})
         self._states, self._waiting = self._states | compact_states, {}
-
-    def _check_states(self, states: Mapping[int, Any]) -> None:
-        """Raise an error, or log a warning if the run is to go on then, if the next state of a client holds a NaN.
-
-        An infinity is accepted: it may be a bound that was not reached yet.
-        """
-        # together, because a look at each client's state by itself takes longer
-        if tree.not_finite(list(states.values())) is None:
-            return
-        for client_id, state in states.items():
-            path = next((path for path, t in tree.leaves(state) if bool(t.isnan().any())), None)
-            if path is None:
-                continue
-            info = self._infos[client_id]
-            error = NonFiniteResultError(
-                "the state that local_update returned",
-                self.timing.round,
-                path,
-                "Its upload held none: look at what the hook computes for the state. If a NaN means something there, hold it as "
-                "a Python number",
-                client_id,
-                info.title,
-            )
-            if not self._drops_diverged:
-                raise error
-            logger.warning("%s. %s", error.finding, error.advice)
-            return
 
     def client_losses(self) -> dict[int, float]:
         """Training loss of each client whose reply arrived, as a mean over its passes."""

@@ -21,7 +21,7 @@ from ..core.contract.hook_results import (
 from ..core.io.text import format_count
 from ..core.tree import Params
 from ..data.federation import Federation
-from ..engines.engine import ClientJob, Engine, client_key
+from ..engines.engine import ClientJob, Engine
 from ..engines.jobs import LazyJobs
 from ..results.client_metrics import OwnMetrics, choose_metrics
 from ..results.evaluation.backdoor import backdoor_success
@@ -33,7 +33,7 @@ from ..storage.client_store import ClientStore, LazyMapping
 from ..storage.state import State
 from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.flops import forward_flops
-from ..training.hook_calls import check_call, check_single_call, seed_for_hook
+from ..training.hook_calls import check_call, check_single_call
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
 from ..trust.secure_sums import SecureAggregator, warn_of_coarse_grid
@@ -212,11 +212,7 @@ class Run:
 
     def _init_client(self, info: ClientInfo) -> Any:
         """Make the state of a client that never took part."""
-        key, device = client_key(self.federation, info.id, 0), self.federation.clients[info.id].train.y.device
-        with (
-            seed_for_hook(self.method, "client_init", key, device),
-            check_single_call(self.method, "client_init", info.title),
-        ):
+        with check_single_call(self.method, "client_init", info.title):
             return check_tree(self.method, "client_init", self.method.client_init(info, self.task))
 
     def personal_params(self, info: ClientInfo) -> Params:

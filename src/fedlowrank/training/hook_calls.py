@@ -7,7 +7,7 @@ depend on the engine, on the order of the clients or on the rounds with an evalu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -44,17 +44,23 @@ def refuse_in_place(call: str, **arguments: Any) -> Iterator[None]:
         if changed is not None:
             path = next((path for path, t in tree.leaves(arguments[name]) if t is changed), "")
             raise TaskError(
-                f"{call} changes its argument {name!r} in place{path and f', at {path}'}. Others read the same tensor, so the "
-                "result would depend on the engine and on the order of the calls. Compute a new tensor, such as x = x * 0.9 "
-                "in place of x *= 0.9 or x.mul_(0.9), or change a copy (x.clone())"
+                f"{call} changes its argument {name!r} in place{path and f', at {path}'}. Others may read the same tensor, so "
+                "that the result could depend on the engine and on the order of the calls. Compute a new tensor, such as "
+                "x = x * 0.9 in place of x *= 0.9 or x.mul_(0.9), or change a copy (x.clone())"
             )
 
 
 def _name_clients(value: Any) -> Any:
-    """Make the numbers of clients, by which a total has single contributions, names of a tree."""
-    if type(value) is dict:
+    """Make the numbers of clients, by which a total has single contributions, names of a tree; leave out what is no tree."""
+    if isinstance(value, Mapping):
         return {str(key): _name_clients(part) for key, part in value.items()}
-    return [_name_clients(part) for part in value] if type(value) is list else value
+    if isinstance(value, list | tuple):
+        return [_name_clients(part) for part in value]
+    try:
+        tree.tensors(value)
+    except tree.TreeError:
+        return None
+    return value
 
 
 def list_versions(value: Any) -> list[tuple[Tensor, int]]:
@@ -95,9 +101,9 @@ def check_call(
     owner, names = ("self", stored_names) if stored_names else ("view.model", added_names)
     if names:
         raise TaskError(
-            f"{call} stores {', '.join(names)} on {owner}, from where it would go to the next client; another process or a "
-            "resumed run does not have it. Keep it in the state of the client (client_init, and the first result of "
-            "local_update) or of the server (server_init, server_update)"
+            f"{call} stores {', '.join(names)} on {owner}, from where it could go to another client, and which other processes "
+            "and resumed runs may lack. Keep it in the state of the client (client_init, and the first result of "
+            "local_update) or of the server (server_init, server_update); a constant can be a functools.cached_property"
         )
 
 

@@ -77,10 +77,11 @@ def check_pair(method: Any, result: Any, before: Any = None) -> tuple[Any, Any]:
         TreeError: if it is no pair of trees.
     """
     if isinstance(result, tuple) and len(result) == 2:
-        if result[0] is None and before is not None:
+        if result[0] is None and before is not None and tree.tensors(before):
             raise TaskError(
                 f"{name_class(method)}.local_update returned None for the client's next state, which was "
-                f"{describe_kind(before)}. Write return state, upload if it does not change"
+                f"{describe_kind(before)}. Write return state, upload if it does not change, and return {{}}, upload if it shall "
+                "be dropped"
             )
         for part, value in zip(("state", "upload"), result, strict=True):
             check_tree(method, f"local_update ({part})", value)
@@ -215,7 +216,7 @@ def check_server_state(method: Any, before: Any, state: Any, round: int | None =
     Raises:
         TaskError: if the server's state is lost, or a tensor in it changes to a narrower floating-point type.
         TreeError: if the state is no tree.
-        NonFiniteError: if a tensor holds a NaN or an infinity that held none before, or was not there.
+        NonFiniteError: if a tensor holds a NaN, and none did before.
     """
     name = f"{name_class(method)}.server_update"
     if state is None and before is not None:
@@ -257,11 +258,14 @@ def _check_types(name: str, before: Any, state: Any) -> None:
 
 
 def _refuse_not_finite(name: str, before: Any, state: Any, round: int | None) -> None:
-    """Raise NonFiniteResultError at the first tensor of the server's state that is not finite, but was so or did not exist."""
-    tensors_before = dict(tree.leaves(before))
+    """Raise NonFiniteResultError at the first tensor of the server's state that holds a NaN, if none did before.
+
+    An infinity is accepted: it may be a bound that was not reached yet.
+    """
+    if any(bool(t.isnan().any()) for t in tree.tensors(before)):
+        return
     for path, t in tree.leaves(state):
-        old = tensors_before.get(path)
-        if tree.not_finite(t) is not None and (old is None or tree.not_finite(old) is None):
+        if bool(t.isnan().any()):
             raise NonFiniteResultError(
                 f"the server's state that {name} returned",
                 round,

@@ -34,6 +34,8 @@ def find_server_model(run: Run) -> Params | None:
     shared_params = first_model.personal()
     for info in other_clients:
         model = run.local_model(info)
-        if not (tree.equal(shared_params, model.personal()) and infers_by_one_model(run, info, model)):
+        if not (
+            tree.have_equal_tensors(shared_params, model.personal()) and infers_by_one_model(run, info, model)
+        ):
             return None
     return shared_params

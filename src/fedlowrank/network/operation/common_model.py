@@ -66,7 +66,7 @@ def _find_model(run: NetworkRun) -> Params | None:
             params = client_model.whole()
             if common_params is None:
                 common_params = params
-            elif not tree.equal(common_params, params):
+            elif not tree.have_equal_tensors(common_params, params):
                 return None
     return common_params
 

@@ -21,7 +21,7 @@ from ...data.federation import Federation
 from ...engines.engine import Engine
 from ...linalg.matricize import count_parameters
 from ...models.statistics.client_buffers import install_buffers
-from ...training.hook_calls import check_single_call, seed_for_hook
+from ...training.hook_calls import check_single_call
 from ...training.kept_optimizers import split_optimizers
 from .model_checks import check_models
 
@@ -169,16 +169,9 @@ def make_local_model(
         if is_server_known:
             message = tree.canonical(check_tree(method, "download", method.download(server, info)))
         location = f"{info.title}, after round {round + 1}"
-        device = engine_trainer.data.examples.y.device
-        with (
-            seed_for_hook(method, "client_model", view.key, device),
-            check_single_call(method, "client_model", location, model, state=state, down=message),
-        ):
+        with check_single_call(method, "client_model", location, model, state=state, down=message):
             client_model = method.client_model(state, message, view)
-        with (
-            seed_for_hook(method, "server_model", view.key, device),
-            check_single_call(method, "server_model", location, model, state=state),
-        ):
+        with check_single_call(method, "server_model", location, model, state=state):
             server_params = method.server_model(server, state, view) if is_server_known else None
         client_model = check_models(method, client_model, server_params, model, federation, info)
     return LocalModel(client_model, model, view.key / "evaluation", server_params)
