@@ -20,7 +20,7 @@ in scoring, all blocks compute the beginning that all texts have in common once 
 logits only where an answer stands (``helpers/counted_logits.py``).
 
 Two runs ended before any test: the first was interrupted, and in the second, with rates from 1e-3 to 4e-3, all seven arms
-were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2. A third run (smollm2-banking-25.jsonl) was given only the first 25
+were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2. A third run was given only the first 25
 texts to choose by and to test on, by mistake; the benchmark refuses such files since then. In these three a response ended with
 a line break and the end of the text, as no answer of the template does, so that none of their runs is used again.
 

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -171,39 +172,82 @@ class TestBytes:
 
 
 class TestSmolLM2:
-    """The comparisons at one learning rate, from the file of runs by numpy."""
+    """The section on banking77 as generation, from the file of runs by numpy."""
+
+    TITLES: ClassVar = {
+        "fedhl": "FedHL",
+        "fedhl_examples": "FedHL by examples",
+        "flexlora": "FlexLoRA",
+        "hetlora": "HetLoRA",
+        "flora": "FLoRA",
+        "fedit_32": "FedIT, rank 32 for all",
+        "fedit_2": "FedIT, rank 2 for all",
+        "control_fedhl": "Control, rank 32 for all: FedHL by examples",
+        "control_flexlora": "Control, rank 32 for all: FlexLoRA",
+    }
+    MEASURES = (("loss", 1, 3), ("clients_loss", 1, 3), ("exact", 100, 1))
+    SEEDS = range(2)
 
     @pytest.fixture
-    def last(self):
-        """Round 10 of each arm and seed with the learning rate 4e-3."""
-        lines = (RESULTS / "evidence" / "smollm2-banking-25.jsonl").read_text().splitlines()
-        runs = [run for run in map(json.loads, lines) if run["part"] == "test" and run["lr"] == 4e-3]
-        return {(run["arm"], run["seed"]): run["rounds"][-1] for run in runs}
+    def runs(self):
+        """Rounds by arm and seed."""
+        lines = (RESULTS / "evidence" / "smollm2-banking.jsonl").read_text().splitlines()
+        runs = [run for run in map(json.loads, lines) if run["part"] == "test"]
+        assert all(run["texts"] == 500 for run in runs)
+        rounds = {
+            (run["arm"], run["seed"]): {r["round"]: r for r in run["rounds"]}
+            for run in runs
+            if "rounds" in run
+        }
+        assert {(arm, seed) for arm in self.TITLES for seed in self.SEEDS} <= rounds.keys()
+        return rounds
+
+    def cells(self, values_of):
+        """Cells of the three measures, from the values of the seeds."""
+        texts = []
+        for measure, scale, digits in self.MEASURES:
+            values = [scale * v for v in values_of(measure)]
+            mean, half = np.mean(values), half_width(values)
+            texts.append(f"{mean:.{digits}f} [{mean - half:.{digits}f}, {mean + half:.{digits}f}]")
+        return " | ".join(texts).replace("-", "−")
+
+    @pytest.mark.parametrize("arm", TITLES)
+    def test_an_arm(self, runs, arm):
+        own = [runs[arm, seed] for seed in self.SEEDS]
+        cells = self.cells(lambda measure: [rounds[10][measure] for rounds in own])
+        bias = " | ".join(f"{np.mean([rounds[t]['bias'] for rounds in own]):.3f}" for t in (1, 10))
+        assert re.search(
+            rf"\| {re.escape(self.TITLES[arm])} \| 0\.0\d+ \| {re.escape(cells)} \| {bias} \|", page("fedhl")
+        )
 
     @pytest.mark.parametrize(
-        ("row", "a", "b"),
+        ("a", "b"),
         [
-            ("rank 32 for all: FedHL by examples − FlexLoRA", "control_fedhl", "control_flexlora"),
-            ("unequal ranks: FedHL − FedHL by examples", "fedhl", "fedhl_examples"),
+            ("fedhl_examples", "flexlora"),
+            ("fedit_32", "fedhl_examples"),
+            ("control_fedhl", "control_flexlora"),
         ],
     )
-    def test_differences(self, last, row, a, b):
-        cells = []
-        for measure in ("loss", "clients_loss"):
-            values = [last[a, s][measure] - last[b, s][measure] for s in range(4)]
-            mean, half = np.mean(values), half_width(values)
-            ends = f"[{mean - half:.2f}, {mean + half:.2f}]"
-            cells.append(f"{mean:+.2f} {ends}".replace("-", "−"))
-        assert f"| {row}, round 10 | {cells[0]} | {cells[1]} |" in page("fedhl")
+    def test_a_difference(self, runs, a, b):
+        cells = self.cells(
+            lambda measure: [runs[a, s][10][measure] - runs[b, s][10][measure] for s in self.SEEDS]
+        )
+        assert f"| {self.TITLES[a]} - {self.TITLES[b]} | {cells} |" in page("fedhl")
 
-    def test_the_bias_of_the_last_round(self, last):
-        for title, arm in (
-            ("FedHL by examples", "fedhl_examples"),
-            ("FedHL by examples, rank 32 for all", "control_fedhl"),
-            ("FlexLoRA, rank 32 for all", "control_flexlora"),
-        ):
-            bias = np.mean([last[arm, s]["bias"] for s in range(4)])
-            assert re.search(rf"\| {title} \| [\d.]+ \| {bias:.3f} \|", page("fedhl")), arm
+    def test_what_was_predicted(self, runs):
+        mixed = ("fedhl", "fedhl_examples", "flexlora", "hetlora", "flora")
+        for seed in self.SEEDS:
+            loss = {arm: runs[arm, seed][10]["loss"] for arm in self.TITLES}
+            assert loss["fedhl_examples"] < min(loss["flexlora"], loss["fedhl"])
+            assert max(mixed, key=loss.__getitem__) == "flora"
+            assert loss["control_flexlora"] < loss["fedit_32"]
+            assert (
+                abs(runs["control_fedhl", seed][1]["loss"] - runs["control_flexlora", seed][1]["loss"]) < 1e-5
+            )
+            assert (
+                loss["control_fedhl"] - loss["control_flexlora"] > loss["flexlora"] - loss["fedhl_examples"]
+            )
+            assert loss["fedit_2"] < min(loss[arm] for arm in mixed)
 
 
 def final_values(experiment, method, series):
