@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from ..core.contract import AnyMethod, Method
-from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import CheckpointError, FedlowrankError, NonFiniteError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..results.ranking import find_best
 from ..results.records import RoundRecord
 from ..storage.run_files import ANSWERS, LEDGER, read_answers
 from ..storage.run_folder import RunFolder
+from ..training.hook_calls import list_layers
 from .callbacks import CallbackList, RoundCallback
 from .logs.loggers import make_loggers
 from .logs.progress import bar, run_label
@@ -273,9 +273,7 @@ def _expects_uploads(method: AnyMethod) -> bool:
 
     Other methods may send nothing on purpose, such as training at each client alone.
     """
-    while isinstance(method, MethodWrapper):
-        method = method.inner
-    method_type = type(method)
+    method_type = type(list_layers(method)[-1])
     return (
         method_type.contribution is not Method.contribution or method_type.client_model is Method.client_model
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from .participation.communication import Volume
 from .participation.devices import RoundTiming
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 _END: Any = object()
 
@@ -180,8 +177,8 @@ class RoundResults:
                 have arrived; None to map them one by one.
 
         Raises:
-            NonFiniteError: if the training diverged or the upload, its contribution or the client's state is not finite, and
-                the run is to stop then.
+            NonFiniteError: if the training diverged or the upload or its contribution is not finite, and the run is to stop
+                then.
             TreeError: if the contribution does not have the form of those before.
         """
         self.meters.append(result.meter)

@@ -88,7 +88,7 @@ def check_call(
     Raises:
         TaskError: if the hook breaks one of these rules. What it stored on the method or the model is removed.
     """
-    call = f"{name_class(method)}.{hook}" + (f" ({location})" if location else "")
+    call = _name_call(method, hook, location)
     layers = list_layers(method)
     values = [dict(vars(layer)) for layer in layers]
     model_names = set() if model is None else set(vars(model))
@@ -117,7 +117,7 @@ def check_single_call(
         TaskError: also if the hook uses a value that an earlier call for many clients has kept. Errors of other libraries
             get a note that names the call.
     """
-    call = f"{name_class(method)}.{hook}" + (f" ({location})" if location else "")
+    call = _name_call(method, hook, location)
     try:
         with check_call(method, hook, location, model, **arguments):
             yield
@@ -132,6 +132,10 @@ def check_single_call(
             f"{error}. Keep it in the state of the client (client_init, and the first result of local_update) or of the "
             "server (server_init, server_update)"
         ) from error
+
+
+def _name_call(method: AnyMethod, hook: str, location: str) -> str:
+    return f"{name_class(method)}.{hook}" + (f" ({location})" if location else "")
 
 
 def refuse_cohort_tensors(value: Any) -> None:
