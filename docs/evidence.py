@@ -27,22 +27,18 @@ from running import find_test_runs, keep_figures, run_chosen, run_missing, split
 from tables.claims import claims_table, comparisons_tables, count_verdicts, papers, verdicts_table
 from tables.drawings import draw
 from tables.experiments import (
-    EXPERIMENTS,
-    FIGURES,
     RECOVERY,
-    RESULTS,
-    ROOT,
     TRUNCATION,
     has_figures,
     is_loss,
     paste,
     read_figures,
-    read_settings,
     recovery_table,
     table,
     truncation_table,
 )
 from tables.horizons import choices_table, horizons_table
+from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, read_settings
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.results.records import RunRecord

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from running import find_test_runs, keep_figures, run_chosen, run_missing, split_numbers, split_words, tune
 from scipy import stats
 from tables.experiments import (
-    ROOT,
     describe_sources,
     paste,
     read_kept,
@@ -38,6 +37,7 @@ from tables.experiments import (
     refuse_repeated,
     table_row,
 )
+from tables.settings import ROOT
 
 from fedlowrank.config.comparison import find_changes
 from fedlowrank.config.experiment import ExperimentConfig

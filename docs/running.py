@@ -23,7 +23,8 @@ from typing import Any
 import pandas as pd
 import torch
 from filelock import FileLock
-from tables.experiments import ROOT, read_sources, read_tried
+from tables.experiments import read_sources, read_tried
+from tables.settings import ROOT
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.merging import format_toml

@@ -249,7 +249,7 @@ def draw_accuracy(cells: Cells, path: Path) -> None:
             # from chance, ten classes, on
             image = axes.imshow(means, vmin=10, vmax=90, cmap="viridis", aspect="auto")
             axes.set_title(TITLES[method])
-            axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=7)
+            axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=6.2)
             axes.set_yticks(range(len(attacks)), [a.replace("_", " ") for a in attacks])
             axes.set_xlabel("rule")
             axes.set_ylabel("attack")

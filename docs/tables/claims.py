@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import ALPHA, correct_holm
 from tables.experiments import (
-    FIGURES,
     FOUND,
-    RESULTS,
-    ROOT,
     costs_to,
     format_rate,
     is_loss,
@@ -27,12 +24,12 @@ from tables.experiments import (
     paired_differences,
     read_figures,
     read_kept,
-    read_settings,
     results_by_seed,
     running_costs,
     table_row,
     unit_of,
 )
+from tables.settings import FIGURES, RESULTS, ROOT, read_claims, read_settings
 from tables.verdicts import MARGIN, MARKS, VERDICTS, Judgment, judge_claim, judge_difference, judge_rate
 
 
@@ -89,8 +86,7 @@ Judged = list[tuple[dict[str, Any], list[Case], str]]
 @cache
 def judge_claims() -> Judged:
     """The claims of ``evidence.toml`` with their comparisons and verdicts; no comparison where one rests on text alone."""
-    claims = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
-    return [_judge(claim) for claim in claims]
+    return [_judge(claim) for claim in read_claims()]
 
 
 def _judge(claim: dict[str, Any]) -> tuple[dict[str, Any], list[Case], str]:

@@ -17,7 +17,6 @@ import pandas as pd
 from fedlowrank.report.statistics.significance import compare_over_seeds
 from tables.claims import Case, judge_claims, label_of
 from tables.experiments import (
-    RESULTS,
     has_figures,
     is_loss,
     last_results,
@@ -28,7 +27,8 @@ from tables.experiments import (
     read_titles,
     title_of,
 )
-from tables.horizons import HORIZONS, TEACHERS, find_lead
+from tables.horizons import find_lead
+from tables.settings import HORIZONS, RESULTS, TEACHERS
 from tables.verdicts import MARGIN
 
 matplotlib.use("svg")
@@ -43,6 +43,8 @@ from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 LOOKS = {"for": ("tab:blue", "o"), "open": ("0.35", "D"), "against": ("tab:red", "s")}
 """Color and marker of a comparison by its mark."""
+METHOD_MARKERS = "sD^ovPX"
+"""A marker for each method of an experiment, in its order."""
 UNITS = {
     "points": "points of accuracy, first minus second (logarithmic beyond ±2)",
     "loss": "loss, first minus second",
@@ -148,13 +150,11 @@ def _means_of(
 def draw_page(page: str, path: Path) -> None:
     """Test accuracy of every method with its interval, a panel for each experiment of a page.
 
-    Experiments that are tuned again by the clients' own models, ``-own``, have no panel.
-
     Args:
         page: name of a page, ``fedhl.md``.
         path: of the SVG.
     """
-    names = [n for n in list_experiments(page) if not is_loss(n) and not n.endswith("-own")]
+    names = [n for n in list_experiments(page) if not is_loss(n)]
     titles = {name: read_titles(name) for name in names}
     rows = [names[i : i + 2] for i in range(0, len(names), 2)]
     heights = [0.9 + 0.2 * max(len(titles[name]) for name in row) for row in rows]
@@ -224,6 +224,40 @@ def draw_leads(path: Path) -> None:
         axes.set_xlabel("rounds, logarithmic (dashed: no run between)", fontsize=8)
     panels[0].set_ylabel("FedHL minus FlexLoRA / points", fontsize=8)
     panels[0].legend(fontsize=8, loc="upper left")
+    _save(path)
+
+
+def draw_horizons(chosen_by: str, path: Path) -> None:
+    """Test accuracy of every method over the horizon, a panel for each teacher and rate.
+
+    Args:
+        chosen_by: as in :func:`.settings.list_horizons`; these models are drawn.
+        path: of the SVG.
+    """
+    _set_style()
+    series, ending = ("server", "") if chosen_by == "server" else (None, "-own")
+    figure, grid = plt.subplots(3, 4, figsize=(9.6, 7.2), sharex=True, sharey="row", layout="constrained")
+    columns = list(itertools.product(TEACHERS, ("", "-cosine")))
+    for axes, (teacher, rate) in zip(grid.flat, columns, strict=True):
+        names = {rounds: f"teacher-{teacher}-{rounds}{rate}{ending}" for rounds in HORIZONS}
+        names = {rounds: name for rounds, name in names.items() if has_figures(name)}
+        for place, method in enumerate(list_methods(next(iter(names.values()))) if names else ()):
+            ends = [_means_of(read_figures(name), series, [method]) for name in names.values()]
+            label = read_titles(next(iter(names.values())))[method]
+            beside = [rounds * 1.03 ** (place - 3) for rounds in names]  # so that none hides another
+            style = {"marker": METHOD_MARKERS[place], "ms": 3.5, "lw": 0.9, "capsize": 1.5}
+            means, halves = ([end[k][0] for end in ends] for k in (0, 1))
+            axes.errorbar(beside, means, halves, label=label, **style)
+        axes.set_xscale("log")
+        axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
+        axes.set_xlim(8, 75)
+        axes.minorticks_off()
+        axes.tick_params(labelsize=7)
+        axes.set_title(f"rank {TEACHERS[teacher]}, {'cosine' if rate else 'constant rate'}", fontsize=8)
+    figure.supxlabel("rounds, logarithmic; a run and a choice of the rate for each", fontsize=8)
+    figure.supylabel(f"test accuracy of the {SERIES[series][0]} / %", fontsize=8)
+    handles = {h.get_label(): h for axes in grid.flat for h in axes.containers}
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, fontsize=8)
     _save(path)
 
 
@@ -359,7 +393,9 @@ def draw() -> None:
         page = paper.lower()
         draw_claims(paper, RESULTS / "figures" / f"{page}-claims.svg")
     draw_leads(RESULTS / "figures" / "fedhl-leads.svg")
-    for page in ("pfedlora", "fedslr", "fedhl", "fedhl-horizons", "floral"):
+    for chosen_by in ("server", "own"):
+        draw_horizons(chosen_by, RESULTS / "figures" / f"fedhl-horizons-{chosen_by}.svg")
+    for page in ("pfedlora", "fedslr", "fedhl", "floral"):
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if has_figures("fedslr-mnist"):
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

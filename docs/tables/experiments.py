@@ -11,7 +11,6 @@ import json
 import math
 import re
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,14 +23,11 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.data.datasets.synthetic import Synthetic
 from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
+from tables.settings import EXPERIMENTS, FIGURES, RESULTS, read_settings
 from tables.verdicts import wilson_interval
 
 FOUND = 0.995
 """Adjusted Rand index from which a run has found the true clusters."""
-ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = ROOT / "experiments" / "evidence"
-RESULTS = ROOT / "docs" / "results"
-FIGURES = RESULTS / "evidence"
 RECOVERY = "Adjusted Rand index of the clients' largest shares against their true clusters, last round:"
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
@@ -273,14 +269,6 @@ def recovery_table(name: str) -> str:
 @cache
 def _read_experiment(name: str) -> ExperimentConfig:
     return ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
-
-
-def read_settings() -> dict[str, dict[str, str]]:
-    """What ``evidence.toml`` says of every experiment."""
-    settings: dict[str, dict[str, str]] = tomllib.loads((RESULTS / "evidence.toml").read_text())[
-        "experiments"
-    ]
-    return settings
 
 
 def list_experiments(page: str) -> list[str]:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # docs/, as for its commands
-from tables.experiments import ROOT, paste
+from tables.experiments import paste
+from tables.settings import ROOT
 
 PAGE = ROOT / "docs" / "how-to" / "grids.md"
 TABLE = Path("runs") / "demo-tune-tuned" / "tuning.md"

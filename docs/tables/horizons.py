@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from fedlowrank.report.statistics.significance import Difference
 from tables.experiments import difference, format_difference, has_figures, read_figures, table_row
-
-TEACHERS = {"24-skew": "24, skewed", "8-skew": "8, skewed", "8-iid": "8, IID", "1-skew": "1, skewed"}
-HORIZONS = (10, 20, 60)
-ENDS = {
-    f"{rounds}{rate}": f"{rounds} rounds{', cosine' if rate else ''}"
-    for rate in ("", "-cosine")
-    for rounds in HORIZONS
-}
+from tables.settings import ENDS, TEACHERS, list_horizons
 
 
 def horizons_table() -> str:
@@ -34,12 +27,10 @@ def choices_table() -> str:
     others = {"hetlora": "zero padding", "flexlora": "FlexLoRA"}
     heads = [f"minus {other}, {chosen}" for other in others.values() for chosen in ("server", "own models")]
     lines = [table_row(["teacher", *heads]), "| :--- |" + " ---: |" * len(heads)]
-    for teacher, title in TEACHERS.items():
-        for end, rounds in ENDS.items():
-            name = f"teacher-{teacher}-{end}"
-            if has_figures(f"{name}-own"):
-                found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
-                lines.append(table_row([f"rank {title}, {rounds}", *found]))
+    for name, label in list_horizons("server").items():
+        if has_figures(f"{name}-own"):
+            found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
+            lines.append(table_row([label, *found]))
     return "\n".join(lines) + (
         "\n\nFedHL minus the other method, accuracy of the clients' own models in points, 95 % interval, with learning rates "
         "chosen by the server's model or by the own models."

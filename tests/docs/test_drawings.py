@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 try:
     from tables import drawings
     from tables.claims import Case
-    from tables.horizons import HORIZONS
+    from tables.settings import HORIZONS
     from tables.verdicts import Judgment
 finally:
     sys.path.pop(0)
@@ -126,7 +126,7 @@ def test_no_solid_line_through_a_missing_run(monkeypatch, tmp_path):
 
     assert [line for line in lines_of(constant) if line[0] in ends] == list(ends.items())
     assert {style for _, style in lines_of(cosine)} == {"-"}
-    assert len(lines_of(cosine)) == 8
+    assert len(lines_of(cosine)) == 12
     assert "logarithmic" in constant.get_xlabel()
 
 

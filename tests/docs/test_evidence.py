@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def load(name: str) -> Any:
 
 evidence, running, tables, claims = map(load, ("evidence", "running", "tables.experiments", "tables.claims"))
 RESULTS = ROOT / "docs" / "results"
-SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
+SETTINGS = load("tables.settings").read_settings()
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
 FILES = sorted(p for p in (ROOT / "experiments" / "evidence").glob("*.toml") if not p.stem.startswith("base"))
 
@@ -262,7 +261,7 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
 @pytest.mark.full
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
-    actual = SETTINGS["experiments"][name]
+    actual = SETTINGS[name]
     assert (
         tables.table(name, actual["baseline"], actual.get("target")) in (RESULTS / actual["page"]).read_text()
     )
@@ -274,7 +273,7 @@ RECOVERED = sorted(p.stem for p in (RESULTS / "evidence").glob("*-recovery.csv")
 @pytest.mark.parametrize("stem", RECOVERED)
 def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
     name = stem.removesuffix("-recovery")
-    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text().split(f"<!-- evidence {name} -->")[1]
+    page = (RESULTS / SETTINGS[name]["page"]).read_text().split(f"<!-- evidence {name} -->")[1]
     sources = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())
     titles = {method: source["title"] for method, source in sources.items()}
     with (RESULTS / "evidence" / f"{stem}.csv").open(newline="") as file:
@@ -307,7 +306,7 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ENTERED)
 def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
-    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
+    page = (RESULTS / SETTINGS[name]["page"]).read_text()
     rows = page.split(f"<!-- evidence {name} -->")[1].split("\n\n")[1].splitlines()[2:]
     scale, digits = (1, 4) if name == "floral-synthetic" else (100, 1)
     experiment = ExperimentConfig.read(ROOT / "experiments" / "evidence" / f"{name}.toml")
@@ -338,7 +337,7 @@ def intervals(name: str) -> set[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ENTERED)
 def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
-    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
+    page = (RESULTS / SETTINGS[name]["page"]).read_text()
     below = page.split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[1]
     below = re.split(r"\n#|<!-- evidence ", below)[0]
     printed = set(re.findall(r"\[[-−+]?[\d.]+, [-−+]?[\d.]+\]", below))
@@ -351,12 +350,12 @@ def test_an_experiment_follows_the_protocol(path: Path) -> None:
     made = ExperimentConfig.read(path)
     assert made.tune is not None
     assert path.stem == made.name
-    assert made.name in SETTINGS["experiments"]
+    assert made.name in SETTINGS
     assert len(made.tune.seeds) >= 2
     assert len(made.tune.test_seeds) >= 5
     for name in made.compared_methods:
         assert len(made.tune.grid_of(name)["optimizer.lr"]) >= 3
-    assert SETTINGS["experiments"][made.name]["baseline"] in made.compared_methods
+    assert SETTINGS[made.name]["baseline"] in made.compared_methods
 
 
 def test_the_page_shows_the_ensembles_indices() -> None:
@@ -366,3 +365,33 @@ def test_the_page_shows_the_ensembles_indices() -> None:
     for seed, row in actual.iterrows():
         cells = [f"{row[arm]:.3f}" for arm in ("package", "plain, same models", "plain, own models")]
         assert f"| {seed} | {' | '.join(cells)} |" in (RESULTS / "floral.md").read_text()
+
+
+def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
+    settings = load("tables.settings")
+    names = [name for chosen_by in ("server", "own") for name in settings.list_horizons(chosen_by)]
+    assert len(set(names)) == len(names) == 2 * 6 * 6
+    pattern = r"teacher-(24|8|1)-(skew|iid)-(10|20|60)(-cosine)?(-own)?"
+    assert {path.stem for path in FILES if re.fullmatch(pattern, path.stem)} == set(names)
+    for name in names:
+        made = ExperimentConfig.read(ROOT / "experiments" / "evidence" / f"{name}.toml")
+        rank, kind, rounds, cosine, own = re.fullmatch(pattern, name).groups()  # type: ignore[union-attr]
+        assert made.tune is not None
+        assert made.run.rounds == made.tune.rounds == int(rounds)
+        assert made.tune.series == ("personal" if own else "server")
+        assert type(made.partition).__name__.lower() == {"skew": "dirichlet", "iid": "iid"}[kind]
+        assert made.data.source.rank == int(rank)
+        assert len(made.tune.test_seeds) == 20
+        label = settings.list_horizons("own" if own else "server")[name]
+        words = f"rank {rank}, {'IID' if kind == 'iid' else 'skewed'}, {rounds} rounds"
+        assert label == words + (", cosine" if cosine else "")
+
+
+def test_a_claim_names_a_horizon_once() -> None:
+    for claim in load("tables.settings").read_claims():
+        cases = [
+            (case.get("experiment"), case.get("against"), case.get("series"), case.get("label"))
+            for case in claim.get("cases", ())
+        ]
+        assert len(set(cases)) == len(cases)
+        assert not any("horizons" in case for case in claim.get("cases", ()))

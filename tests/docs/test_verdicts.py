@@ -22,9 +22,6 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
-CLAIMS = SETTINGS["claims"]
-JUDGED = [claim for claim in CLAIMS if "cases" in claim]
 LOSSES = ("floral-synthetic",)
 
 
@@ -37,7 +34,9 @@ def load(name: str) -> Any:
         sys.path.pop(0)
 
 
-rules = load("tables.verdicts")
+rules, settings = load("tables.verdicts"), load("tables.settings")
+SETTINGS, CLAIMS = settings.read_settings(), settings.read_claims()
+JUDGED = [claim for claim in CLAIMS if "cases" in claim]
 
 
 @cache
@@ -256,7 +255,7 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
         assert label.endswith(case["label"])
         assert one.text in estimate
         assert ("†" in estimate, "≈" in estimate, mark) == (strong, one.is_equivalent, one.mark)
-        assert task == SETTINGS["experiments"][case["experiment"]]["task"]
+        assert task == SETTINGS[case["experiment"]]["task"]
         effects = [read_effect(effect) for effect in case.get("effects", ())]
         within = [one.ends[0] <= effect <= one.ends[1] for effect in effects]
         words = {(): "–", (True,): "yes", (False,): "no", (False, True): "partly"}
@@ -344,9 +343,7 @@ def test_a_matched_task_has_the_papers_clients_model_and_rounds() -> None:
 
     own = ExperimentConfig.read(ROOT / "experiments" / "evidence" / "floral-r.toml")
     paper = ExperimentConfig.read(ROOT / "experiments" / "floral" / "mnist-r-reduced.toml")
-    assert [name for name, actual in SETTINGS["experiments"].items() if actual["task"] == "matched"] == [
-        "floral-r"
-    ]
+    assert [name for name, actual in SETTINGS.items() if actual["task"] == "matched"] == ["floral-r"]
     assert own.data == paper.data
     assert own.partition == paper.partition
     assert own.model == paper.model

@@ -1,0 +1,83 @@
+"""What ``docs/results/evidence.toml`` says of experiments and claims, with the horizons written out.
+
+A part of ``docs/evidence.py``, which is the command; this file is only imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "experiments" / "evidence"
+RESULTS = ROOT / "docs" / "results"
+FIGURES = RESULTS / "evidence"
+TEACHERS = {
+    f"{rank}-{kind}": f"{rank}, {title}"
+    for rank in (24, 8, 1)
+    for kind, title in (("skew", "skewed"), ("iid", "IID"))
+}
+"""Teachers of the horizons: part of an experiment's name, and rank and split in words."""
+HORIZONS = (10, 20, 60)
+"""Rounds."""
+ENDS = {
+    f"{rounds}{rate}": f"{rounds} rounds{', cosine' if rate else ''}"
+    for rate in ("", "-cosine")
+    for rounds in HORIZONS
+}
+"""Horizon and learning rate: end of an experiment's name, and words."""
+
+
+def list_horizons(chosen_by: str) -> dict[str, str]:
+    """Names of the experiments with every teacher, horizon and rate, and their labels.
+
+    Args:
+        chosen_by: ``server`` or ``own``, the models whose validation accuracy chose the learning rates.
+    """
+    ending = "-own" if chosen_by == "own" else ""
+    return {
+        f"teacher-{teacher}-{end}{ending}": f"rank {title}, {rounds}"
+        for (teacher, title), (end, rounds) in itertools.product(TEACHERS.items(), ENDS.items())
+    }
+
+
+@cache
+def read_settings() -> dict[str, dict[str, str]]:
+    """What ``evidence.toml`` says of every experiment."""
+    written = _read()
+    horizons = {
+        name: settings
+        for chosen_by, settings in written["horizons"].items()
+        for name in list_horizons(chosen_by)
+    }
+    return {**written["experiments"], **horizons}
+
+
+@cache
+def read_claims() -> list[dict[str, Any]]:
+    """The claims of ``evidence.toml``; a case ``horizons`` is replaced by a case for each that has figures."""
+    return [_write_out(claim) for claim in _read()["claims"]]
+
+
+def _write_out(claim: dict[str, Any]) -> dict[str, Any]:
+    if "cases" not in claim:
+        return claim
+    named = {case["experiment"] for case in claim["cases"] if "experiment" in case}
+    cases = []
+    for case in claim["cases"]:
+        if "horizons" not in case:
+            cases.append(case)
+            continue
+        cases += [
+            {"experiment": name, "label": label}
+            for name, label in list_horizons(case["horizons"]).items()
+            if name not in named and (FIGURES / f"{name}.json").exists()
+        ]
+    return claim | {"cases": cases}
+
+
+def _read() -> dict[str, Any]:
+    return tomllib.loads((RESULTS / "evidence.toml").read_text())
