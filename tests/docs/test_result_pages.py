@@ -186,7 +186,7 @@ class TestSmolLM2:
         "control_flexlora": "Control, rank 32 for all: FlexLoRA",
     }
     MEASURES = (("loss", 1, 3), ("clients_loss", 1, 3), ("exact", 100, 1))
-    SEEDS = range(2)
+    SEEDS = range(3)
 
     @pytest.fixture
     def runs(self):
