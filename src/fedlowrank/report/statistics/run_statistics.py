@@ -256,8 +256,18 @@ class RunStatistics:
         """Names of all series in the measure that the run is judged by."""
         return self.table.series((self.measure or TEST_ACCURACY).name)
 
+    @cached_property
+    def _results(self) -> dict[tuple[str, str | None], SeriesResults | None]:
+        return {}
+
     def results(self, series: str | None, measure: Measure) -> SeriesResults | None:
         """Compute statistics of a series at the rounds that a report may choose; None if it was never evaluated."""
+        key = measure.name, series
+        if key not in self._results:
+            self._results[key] = self._compute_results(series, measure)
+        return self._results[key]
+
+    def _compute_results(self, series: str | None, measure: Measure) -> SeriesResults | None:
         test_curve = self.curve(series, measure)
         if test_curve.empty:
             return None
