@@ -5,10 +5,10 @@
     python docs/evidence.py write                      # all tables again, from the committed figures alone
     python docs/evidence.py repeat teacher-24 fedhl    # one row again, beside its committed figures
 
-``experiments/evidence/NAME.toml`` is an experiment with a section ``[tune]``. ``run`` leaves its figures in
-``docs/results/evidence``: ``NAME.csv``, one row for each run, series and evaluated round; ``NAME-tuning.csv``, every setting
-that was tried; ``NAME-clients.csv.gz`` and ``NAME-rounds.csv.gz``, the clients' last results and the rounds' costs; and
-``NAME.json``, title, commit, machine and versions of each method. ``write`` replaces what stands between
+``experiments/evidence/NAME.toml``, or a file in a folder there, is an experiment with a section ``[tune]``. ``run`` leaves its
+figures in ``docs/results/evidence``: ``NAME.csv``, one row for each run, series and evaluated round; ``NAME-tuning.csv``,
+every setting that was tried; ``NAME-clients.csv.gz`` and ``NAME-rounds.csv.gz``, the clients' last results and the rounds'
+costs; and ``NAME.json``, title, commit, machine and versions of each method. ``write`` replaces what stands between
 ``<!-- evidence NAME -->`` and ``<!-- end -->`` of the pages by tables of them. ``docs/results/evidence.toml`` says which page an
 experiment belongs to, its natural baseline, and the claims of the papers that it decides. A method that has figures, a line in
 ``NAME.json``, is not run again, so that an experiment can be run in parts.
@@ -38,7 +38,7 @@ from tables.experiments import (
     truncation_table,
 )
 from tables.horizons import choices_table, horizons_table
-from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, read_settings
+from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, find_experiment, read_settings
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.results.records import RunRecord
@@ -53,7 +53,7 @@ KEYS = ["method", "seed", "series", "round"]
 
 def run(name: str, jobs: int, only: Sequence[str] = ()) -> None:
     """Tune and test the methods of an experiment that have no figures yet, and enter the figures of each."""
-    file = EXPERIMENTS / f"{name}.toml"
+    file = find_experiment(name)
     if not file.exists():
         sys.exit(f"{EXPERIMENTS.relative_to(ROOT)} has no {name}.toml")
     run_missing(file, FIGURES / f"{name}.json", RUNS / name, only, jobs, partial(enter, name))
@@ -75,7 +75,7 @@ def enter(name: str, method: str, out: Path) -> None:
         "-clients.csv.gz": last_of_clients(runs),
         "-rounds.csv.gz": costs_of_rounds(rounds),
     }
-    keep_figures(EXPERIMENTS / f"{name}.toml", FIGURES, method, out, tables)
+    keep_figures(find_experiment(name), FIGURES, method, out, tables)
 
 
 def last_of_clients(runs: pd.DataFrame) -> pd.DataFrame:
@@ -172,7 +172,7 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         method: of the row.
         seeds: of its test seeds.
     """
-    out = run_chosen(EXPERIMENTS / f"{name}.toml", FIGURES, method, seeds, RUNS / "repeated")
+    out = run_chosen(find_experiment(name), FIGURES, method, seeds, RUNS / "repeated")
     tests, diverged = find_test_runs(out)
     if tests:
         runs, rounds = read_run_tables(tests)

@@ -23,7 +23,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.data.datasets.synthetic import Synthetic
 from fedlowrank.report.number_formats import format_signed
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
-from tables.settings import EXPERIMENTS, FIGURES, RESULTS, read_settings
+from tables.settings import FIGURES, RESULTS, find_experiment, read_settings
 from tables.verdicts import wilson_interval
 
 FOUND = 0.995
@@ -268,7 +268,7 @@ def recovery_table(name: str) -> str:
 
 @cache
 def _read_experiment(name: str) -> ExperimentConfig:
-    return ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+    return ExperimentConfig.read(find_experiment(name))
 
 
 def list_experiments(page: str) -> list[str]:

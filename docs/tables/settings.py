@@ -44,6 +44,11 @@ def list_horizons(chosen_by: str) -> dict[str, str]:
     }
 
 
+def find_experiment(name: str) -> Path:
+    """The file of an experiment, in the folder of all or in one of its folders."""
+    return next(EXPERIMENTS.rglob(f"{name}.toml"), EXPERIMENTS / f"{name}.toml")
+
+
 @cache
 def read_settings() -> dict[str, dict[str, str]]:
     """What ``evidence.toml`` says of every experiment."""

@@ -33,9 +33,12 @@ def load(name: str) -> Any:
 
 evidence, running, tables, claims = map(load, ("evidence", "running", "tables.experiments", "tables.claims"))
 RESULTS = ROOT / "docs" / "results"
-SETTINGS = load("tables.settings").read_settings()
+settings = load("tables.settings")
+SETTINGS = settings.read_settings()
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
-FILES = sorted(p for p in (ROOT / "experiments" / "evidence").glob("*.toml") if not p.stem.startswith("base"))
+FILES = sorted(
+    p for p in (ROOT / "experiments" / "evidence").rglob("*.toml") if not p.stem.startswith("base")
+)
 
 
 def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -209,7 +212,7 @@ def test_an_experiment_runs_in_parts(
 
     monkeypatch.setattr(running, "begin", begin)
     monkeypatch.setattr(evidence, "EXPERIMENTS", tmp_path)
-    monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(settings, "EXPERIMENTS", tmp_path)
     for name, calls in (("parts", [["fedrep"], ["fedavg"], []]), ("whole", [[]])):
         monkeypatch.setattr(evidence, "FIGURES", tmp_path / name)
         monkeypatch.setattr(evidence, "RUNS", tmp_path / name / "runs")
@@ -309,7 +312,7 @@ def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     page = (RESULTS / SETTINGS[name]["page"]).read_text()
     rows = page.split(f"<!-- evidence {name} -->")[1].split("\n\n")[1].splitlines()[2:]
     scale, digits = (1, 4) if name == "floral-synthetic" else (100, 1)
-    experiment = ExperimentConfig.read(ROOT / "experiments" / "evidence" / f"{name}.toml")
+    experiment = ExperimentConfig.read(next(path for path in FILES if path.stem == name))
     sources = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
     assert (f"Not run yet: {', '.join(missing)}." in page) is bool(missing)
@@ -320,18 +323,32 @@ def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
 
 
 def intervals(name: str) -> set[str]:
-    """Intervals of the differences of any two methods and series in the last round, as a page would print them."""
+    """Intervals of the differences of any two methods and series, as a page would print them.
+
+    Of the last round and of the mean over all rounds, by trapezoids; 95 %, and 90 % as for an equivalence.
+    """
     figures = pd.read_csv(RESULTS / "evidence" / f"{name}.csv")
-    figures = figures[figures["round"] == figures["round"].max()]
-    wide = figures.pivot_table("test", "seed", ["method", "series"])
+    curves = figures.pivot_table("test", ["round", "seed"], ["method", "series"])
+    by_round = [curves.loc[end] for end in sorted(figures["round"].unique())]
+    ends = np.array(sorted(figures["round"].unique()))
+    areas = [(b + a) * step / 2 for a, b, step in zip(by_round, by_round[1:], np.diff(ends), strict=False)]
     actual = set()
-    for a, b in itertools.permutations(wide, 2):
-        differences = (wide[a] - wide[b]).dropna().to_numpy()
-        half = stats.t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
-        mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
-        ends = (scale * (mean - half), scale * (mean + half))
-        actual |= {f"[{ends[0]:{sign}.{k}f}, {ends[1]:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
-    return {text.replace("-", "−") for text in actual}
+    for wide, level in itertools.product((by_round[-1], sum(areas) / ends[-1]), (0.95, 0.9)):
+        actual |= {
+            text for pair in itertools.permutations(wide, 2) for text in _print(wide, *pair, level, name)
+        }
+    return actual
+
+
+def _print(wide: pd.DataFrame, a: Any, b: Any, level: float, name: str) -> set[str]:
+    """The interval of one difference, with each number of digits that a page may have."""
+    differences = (wide[a] - wide[b]).dropna().to_numpy()
+    width = stats.t.ppf((1 + level) / 2, len(differences) - 1)
+    half = width * differences.std(ddof=1) / len(differences) ** 0.5
+    mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
+    low, high = scale * (mean - half), scale * (mean + half)
+    printed = {f"[{low:{sign}.{k}f}, {high:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
+    return {text.replace("-", "−") for text in printed}
 
 
 @pytest.mark.full
@@ -368,13 +385,12 @@ def test_the_page_shows_the_ensembles_indices() -> None:
 
 
 def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
-    settings = load("tables.settings")
     names = [name for chosen_by in ("server", "own") for name in settings.list_horizons(chosen_by)]
     assert len(set(names)) == len(names) == 2 * 6 * 6
     pattern = r"teacher-(24|8|1)-(skew|iid)-(10|20|60)(-cosine)?(-own)?"
     assert {path.stem for path in FILES if re.fullmatch(pattern, path.stem)} == set(names)
     for name in names:
-        made = ExperimentConfig.read(ROOT / "experiments" / "evidence" / f"{name}.toml")
+        made = ExperimentConfig.read(ROOT / "experiments" / "evidence" / "horizons" / f"{name}.toml")
         rank, kind, rounds, cosine, own = re.fullmatch(pattern, name).groups()  # type: ignore[union-attr]
         assert made.tune is not None
         assert made.run.rounds == made.tune.rounds == int(rounds)
@@ -388,7 +404,7 @@ def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
 
 
 def test_a_claim_names_a_horizon_once() -> None:
-    for claim in load("tables.settings").read_claims():
+    for claim in settings.read_claims():
         cases = [
             (case.get("experiment"), case.get("against"), case.get("series"), case.get("label"))
             for case in claim.get("cases", ())

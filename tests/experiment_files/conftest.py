@@ -7,7 +7,7 @@ import torch
 
 from fedlowrank.config import assembly
 from fedlowrank.config.sections import data_section
-from fedlowrank.data import sources
+from fedlowrank.data import federation, sources
 from fedlowrank.data.federation import Federation
 from tests.experiment_files.common import BlankCifar10, BlankCifar100, BlankTiny, Noise, forget
 
@@ -23,8 +23,10 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # the models take seconds to draw and are not at issue
     monkeypatch.setattr(assembly, "build_architecture", lambda name, *rest, **more: name)
     monkeypatch.setattr(assembly, "choose_heads", lambda *_: [])
-    # there is no model whose outputs could be checked
+    # there is no model that could be checked
     monkeypatch.setattr(Federation, "_check_outputs", lambda self: [])
+    monkeypatch.setattr(Federation, "_check_lookups", lambda self: None)
+    monkeypatch.setattr(federation, "refuse_hidden_state", lambda model: None)
     monkeypatch.setattr(data_section, "normalize", lambda dataset, how: dataset)
     forget()
     yield
