@@ -378,7 +378,7 @@ def _fill_panels(claims: Sequence[list[Row]]) -> list[list[list[Row]]]:
 
 def _set_style() -> None:
     """The same figure becomes the same file."""
-    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
+    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "none"})
 
 
 def _save(path: Path) -> None:
