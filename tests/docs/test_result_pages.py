@@ -319,11 +319,11 @@ class TestHorizons:
                 for rate in ("", "-cosine")
             ]
             ends[teachers] = sorted(np.mean(self.leads(name, "flexlora", "server")) for name in names)
-        (low, high), eight, skew, iid = ((round(means[0]), round(means[-1])) for means in ends.values())
+        (low, high), eight, skew, _ = ((round(means[0]), round(means[-1])) for means in ends.values())
         assert (
-            f"IID the lead is {eight[0]} to {eight[1]} points. With rank 24 the lead is {low} to {high} points at all horizons, skewed "
-            f"or IID. With rank 1, where no client lacks anything, FedHL is {-skew[1]} to {-skew[0]} points behind with skewed classes; "
-            "IID the difference is below one point."
+            f"IID the lead is {eight[0]} to {eight[1]} points. With rank 24 the lead is {low} to {high} points at all "
+            f"horizons, skewed or IID. With rank 1, where no client lacks anything, FedHL is {-skew[1]} to {-skew[0]} points "
+            "behind with skewed classes; IID the difference is below one point."
         ) in page("fedhl")
         assert max(map(abs, ends["1-iid"])) < 1
 
