@@ -53,7 +53,7 @@ def convolution() -> nn.Module:
 
 def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
     """Each client's parameters in a copy of the module."""
-    module = copy.deepcopy(run.federation.architectures["model"].module)
+    module = copy.deepcopy(run.federation.architectures["model"].module).eval()
 
     def scores(info: Any, x: Tensor) -> Tensor:
         missing, unknown = module.load_state_dict(run.personal_params(info), strict=False)
