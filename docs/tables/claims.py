@@ -19,6 +19,7 @@ from tables.experiments import (
     FOUND,
     costs_to,
     format_rate,
+    has_figures,
     is_loss,
     list_seeds,
     paired_differences,
@@ -29,7 +30,7 @@ from tables.experiments import (
     table_row,
     unit_of,
 )
-from tables.settings import FIGURES, RESULTS, ROOT, read_claims, read_settings
+from tables.settings import FIGURES, RESULTS, ROOT, list_horizons, read_evidence, read_settings
 from tables.verdicts import MARGIN, MARKS, VERDICTS, Judgment, judge_claim, judge_difference, judge_rate
 
 
@@ -87,6 +88,28 @@ Judged = list[tuple[dict[str, Any], list[Case], str]]
 def judge_claims() -> Judged:
     """The claims of ``evidence.toml`` with their comparisons and verdicts; no comparison where one rests on text alone."""
     return [_judge(claim) for claim in read_claims()]
+
+
+def read_claims() -> list[dict[str, Any]]:
+    """The claims of ``evidence.toml``; a case ``horizons`` is replaced by a case for each that has figures."""
+    return [_write_out(claim) for claim in read_evidence()["claims"]]
+
+
+def _write_out(claim: dict[str, Any]) -> dict[str, Any]:
+    if "cases" not in claim:
+        return claim
+    named = {case["experiment"] for case in claim["cases"] if "experiment" in case}
+    cases = []
+    for case in claim["cases"]:
+        if "horizons" not in case:
+            cases.append(case)
+            continue
+        cases += [
+            {"experiment": name, "label": label}
+            for name, label in list_horizons(case["horizons"]).items()
+            if name not in named and has_figures(name)
+        ]
+    return claim | {"cases": cases}
 
 
 def _judge(claim: dict[str, Any]) -> tuple[dict[str, Any], list[Case], str]:

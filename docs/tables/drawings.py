@@ -217,14 +217,18 @@ def draw_leads(path: Path) -> None:
                 line = "-" if is_next else "--"
                 axes.plot([start, end], [means[start], means[end]], line, color=bars[0].get_color())
         axes.axhline(0, color="0.6", lw=0.8, zorder=0)
-        axes.set_xscale("log")
-        axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
-        axes.minorticks_off()
+        _set_horizons(axes)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("rounds, logarithmic (dashed: no run between)", fontsize=8)
     panels[0].set_ylabel("FedHL minus FlexLoRA / points", fontsize=8)
     panels[0].legend(fontsize=8, loc="upper left")
     _save(path)
+
+
+def _set_horizons(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
+    axes.minorticks_off()
 
 
 def draw_horizons(chosen_by: str, path: Path) -> None:
@@ -248,10 +252,8 @@ def draw_horizons(chosen_by: str, path: Path) -> None:
             style = {"marker": METHOD_MARKERS[place], "ms": 3.5, "lw": 0.9, "capsize": 1.5}
             means, halves = ([end[k][0] for end in ends] for k in (0, 1))
             axes.errorbar(beside, means, halves, label=label, **style)
-        axes.set_xscale("log")
-        axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
+        _set_horizons(axes)
         axes.set_xlim(8, 75)
-        axes.minorticks_off()
         axes.tick_params(labelsize=7)
         axes.set_title(f"rank {TEACHERS[teacher]}, {'cosine' if rate else 'constant rate'}", fontsize=8)
     figure.supxlabel("rounds, logarithmic; a run and a choice of the rate for each", fontsize=8)

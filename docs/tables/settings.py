@@ -1,4 +1,4 @@
-"""What ``docs/results/evidence.toml`` says of experiments and claims, with the horizons written out.
+"""What ``docs/results/evidence.toml`` says of experiments, with the horizons written out.
 
 A part of ``docs/evidence.py``, which is the command; this file is only imported.
 """
@@ -52,7 +52,7 @@ def find_experiment(name: str) -> Path:
 @cache
 def read_settings() -> dict[str, dict[str, str]]:
     """What ``evidence.toml`` says of every experiment."""
-    written = _read()
+    written = read_evidence()
     horizons = {
         name: settings
         for chosen_by, settings in written["horizons"].items()
@@ -62,27 +62,6 @@ def read_settings() -> dict[str, dict[str, str]]:
 
 
 @cache
-def read_claims() -> list[dict[str, Any]]:
-    """The claims of ``evidence.toml``; a case ``horizons`` is replaced by a case for each that has figures."""
-    return [_write_out(claim) for claim in _read()["claims"]]
-
-
-def _write_out(claim: dict[str, Any]) -> dict[str, Any]:
-    if "cases" not in claim:
-        return claim
-    named = {case["experiment"] for case in claim["cases"] if "experiment" in case}
-    cases = []
-    for case in claim["cases"]:
-        if "horizons" not in case:
-            cases.append(case)
-            continue
-        cases += [
-            {"experiment": name, "label": label}
-            for name, label in list_horizons(case["horizons"]).items()
-            if name not in named and (FIGURES / f"{name}.json").exists()
-        ]
-    return claim | {"cases": cases}
-
-
-def _read() -> dict[str, Any]:
+def read_evidence() -> dict[str, Any]:
+    """The tables of ``evidence.toml`` as they are written."""
     return tomllib.loads((RESULTS / "evidence.toml").read_text())

@@ -329,9 +329,11 @@ def intervals(name: str) -> set[str]:
     """
     figures = pd.read_csv(RESULTS / "evidence" / f"{name}.csv")
     curves = figures.pivot_table("test", ["round", "seed"], ["method", "series"])
-    by_round = [curves.loc[end] for end in sorted(figures["round"].unique())]
-    ends = np.array(sorted(figures["round"].unique()))
-    areas = [(b + a) * step / 2 for a, b, step in zip(by_round, by_round[1:], np.diff(ends), strict=False)]
+    ends = sorted(figures["round"].unique())
+    by_round = [curves.loc[end] for end in ends]
+    areas = [
+        (a + b) * step / 2 for (a, b), step in zip(itertools.pairwise(by_round), np.diff(ends), strict=True)
+    ]
     actual = set()
     for wide, level in itertools.product((by_round[-1], sum(areas) / ends[-1]), (0.95, 0.9)):
         actual |= {
@@ -391,7 +393,9 @@ def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
     assert {path.stem for path in FILES if re.fullmatch(pattern, path.stem)} == set(names)
     for name in names:
         made = ExperimentConfig.read(ROOT / "experiments" / "evidence" / "horizons" / f"{name}.toml")
-        rank, kind, rounds, cosine, own = re.fullmatch(pattern, name).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(pattern, name)
+        assert parts is not None
+        rank, kind, rounds, cosine, own = parts.groups()
         assert made.tune is not None
         assert made.run.rounds == made.tune.rounds == int(rounds)
         assert made.tune.series == ("personal" if own else "server")
@@ -404,7 +408,7 @@ def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
 
 
 def test_a_claim_names_a_horizon_once() -> None:
-    for claim in settings.read_claims():
+    for claim in claims.read_claims():
         cases = [
             (case.get("experiment"), case.get("against"), case.get("series"), case.get("label"))
             for case in claim.get("cases", ())

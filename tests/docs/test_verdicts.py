@@ -35,7 +35,7 @@ def load(name: str) -> Any:
 
 
 rules, settings = load("tables.verdicts"), load("tables.settings")
-SETTINGS, CLAIMS = settings.read_settings(), settings.read_claims()
+SETTINGS, CLAIMS = settings.read_settings(), load("tables.claims").read_claims()
 JUDGED = [claim for claim in CLAIMS if "cases" in claim]
 
 

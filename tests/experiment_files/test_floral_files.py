@@ -178,11 +178,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_the_methods_of_a_file_run(stem: str, some: slice) -> None:
-    clients = (
-        ()
-        if stem == "synthetic-mlp"
-        else (f"partition.clients={10 if stem in ('cifar100', 'unseen-mnist-r') else 4}",)
-    )
+    count = 10 if stem in ("cifar100", "unseen-mnist-r") else 4
+    clients = () if stem == "synthetic-mlp" else (f"partition.clients={count}",)
     made = loaded(whole(stem), *clients, "run.rounds=1", "run.participation=0.5")
     federation = made.federation()
     for name in made.compared_methods[some]:

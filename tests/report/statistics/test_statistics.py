@@ -323,5 +323,5 @@ def test_a_report_computes_what_a_run_has_reached_once(make_run, tmp_path, monke
     runs = [make_run("a", seed, rounds=simple([[0.1], [0.5 + 0.1 * seed]])) for seed in range(3)]
     page_of(runs, tmp_path)
     assert len({folder for folder, *_ in computed}) == 3
-    # the page is built from one set of statistics, its tables and its figures
+    # the tables have one set of statistics and the figures another
     assert max(computed.count(key) for key in set(computed)) <= 2
