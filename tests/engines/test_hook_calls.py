@@ -89,6 +89,86 @@ def test_global_draws_of_client_hooks_differ_and_are_the_same_in_every_engine(ki
         assert drawn_numbers(kind(batch_size=8), engine) == numbers
 
 
+class BuildsModules(Plain):
+    """Makes layers in its hooks, whose initial weights come from torch's global generator, and chooses clients by Python's."""
+
+    def server_init(self, task: Task) -> Params:
+        return {name: p.detach().clone() for name, p in nn.Linear(4, 3).named_parameters()}
+
+    def client_init(self, client: ClientInfo, task: Task) -> Params:
+        return {"head": nn.Linear(4, 3).weight.detach().clone()}
+
+    def participants(self, sampled: list[int], available: list[int]) -> list[int]:
+        return sorted(random.sample(available, 3))
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return {name: p + 0.1 * torch.rand(p.shape) for name, p in total.items()}
+
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
+        return ClientModel(
+            {**down, "weight": down["weight"] + state["head"] + torch.rand(down["weight"].shape)}
+        )
+
+
+def outcome(engine: Any, seed: int) -> tuple[list[Any], list[list[int]]]:
+    """All states at the end, the results of each client, and who took part, with the process's generators at ``seed``."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - user code draws from it
+    result = simulate(BuildsModules(batch_size=8), federation(), rounds=ROUNDS, engine=engine)
+    states = [result.server_state, *(result.client_state(i) for i in range(CLIENTS))]
+    heads = [state["head"].flatten().tolist() for state in states[1:]]
+    assert len({tuple(head) for head in heads}) == CLIENTS
+    numbers = [t.tolist() for t in tensors(states)]
+    table = result.rounds[-1].measured
+    assert table is not None
+    return [numbers, [column.values for column in table.columns]], [
+        sorted(r.participants) for r in result.rounds[1:]
+    ]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
+def test_modules_that_hooks_make_and_clients_that_they_choose_are_those_of_the_seed(engine: Any) -> None:
+    assert outcome(engine, 7) == outcome(engine, 8)
+
+
+def test_a_client_begins_with_the_layer_that_its_own_key_gives() -> None:
+    data, method = federation(), BuildsModules(batch_size=8)
+    result = simulate(method, data, rounds=1, engine="sequential")
+    for i in range(CLIENTS):
+        torch.manual_seed((data.task(1).key / i / "hook" / "client_init").seed())
+        assert torch.equal(result.client_state(i)["head"], nn.Linear(4, 3).weight)
+
+
+class DrawsInDownload(Plain):
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        return {name: p + torch.rand(()) for name, p in server.items()}
+
+
+class DrawsInContribution(Plain):
+    def contribution(self, server: Params, upload: Params, client: ClientInfo) -> Mean:
+        return Mean(upload, client.example_count * random.random())
+
+
+class DrawsInServerMetrics(Plain):
+    def server_metrics(self, server: Params) -> dict[str, dict[str, float]]:
+        return {"noise": {"size": float(np.random.rand())}}  # noqa: NPY002 - what a user writes
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (DrawsInDownload, r"DrawsInDownload.download \(client \d.*round 1\) draws from a global generator"),
+        (DrawsInContribution, r"DrawsInContribution.contribution \(.*round 1\) draws from a global generator"),
+        (DrawsInServerMetrics, r"DrawsInServerMetrics.server_metrics \(round 0\) draws from a global generator"),
+    ],
+)  # fmt: skip
+def test_a_hook_without_a_key_draws_nothing(kind: type[Plain], says: str, engine: Any) -> None:
+    with pytest.raises(TaskError, match=says):
+        simulate(kind(batch_size=8), federation(), rounds=2, engine=engine)
+
+
 def test_client_hooks_leave_the_global_generators_as_they_were() -> None:
     torch.manual_seed(3)
     random.seed(3)

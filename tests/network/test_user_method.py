@@ -40,6 +40,50 @@ def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch
     assert (method["name"], method["title"]) == (("half", "half") if variant else (name, "Damped FedAvg"))
 
 
+DRAWS = """
+import random
+from dataclasses import dataclass
+import torch
+from torch import nn
+from fedlowrank import ClientModel
+from fedlowrank.methods import FedAvg
+
+@dataclass(frozen=True)
+class Draws(FedAvg):
+    title = "FedAvg with drawn scales"
+
+    def participants(self, sampled, available):
+        return sorted(random.sample(available, max(1, len(available) - 1)))
+
+    def client_init(self, client, task):
+        return {"scale": nn.Linear(2, 3).weight.detach().clone()}
+
+    def local_update(self, state, down, view):
+        upload = super().local_update(None, down, view)[1]
+        return {"scale": state["scale"] + torch.rand(3, 2)}, upload
+
+    def server_update(self, server, *rest):
+        mean = super().server_update(server, *rest)
+        return {name: value + 0.01 * torch.rand(value.shape) for name, value in mean.items()}
+
+    def client_model(self, state, down, view):
+        return ClientModel({name: p * state["scale"].mean() + torch.rand(()) for name, p in down.items()})
+"""
+
+
+@pytest.mark.full
+def test_what_hooks_draw_from_the_global_generators_is_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_draws.py").write_text(DRAWS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = small("own_draws:Draws")
+    carrier = local(made, tmp_path / "clients")
+    result = serve_run(carrier, made, tmp_path / "run")
+    assert len({tuple(r.participants) for r in result.rounds[1:]}) > 1
+    assert_equals_sequential_run(result, carrier, made)
+
+
 NORMALIZED = """
 from torch import nn
 

@@ -53,6 +53,7 @@ from ..rounds.setup.preparation import check_parts, move_to_device
 from ..storage.digest import check_seal, digest_of, seal
 from ..storage.run_files import CLIENT_FILE, LEDGER
 from ..storage.run_folder import versions
+from ..training.hook_calls import init_client_state
 from ..trust.privacy.budget import Budget
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from ..trust.protection import protect
@@ -653,7 +654,7 @@ class ClientRuntime:
         federation = self.federation
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
-            state = self.engine.boundary(method.client_init(info, task))
+            state = self.engine.boundary(init_client_state(method, task, info))
         # counted on disk before the computation, because its failure also reveals something about the examples
         run_requests = dataclasses.replace(run_requests, trainings=run_requests.trainings + adds_training)
         if may_evaluate := self._may_evaluate(order, run_requests, digest):

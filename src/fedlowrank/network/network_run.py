@@ -20,6 +20,7 @@ from ..rounds.plan import Plan
 from ..rounds.round_results import RefusedError, RoundResults
 from ..rounds.run import Run
 from ..rounds.run_settings import RunSettings
+from ..training.hook_calls import refuse_global_draws
 from ..trust.protection import decompress_upload
 from .operation.start_checks import make_checked_zeros
 from .secure.contributions import count_numbers, make_grid
@@ -153,8 +154,10 @@ class NetworkRun(Run):
         if self.engine.secure is not None:
             # the upload is already in the total
             return None
+        location = f"{info.title}, round {self.round + 1}"
         try:
-            return make_contribution(self.method, self.state.server, upload, self.weigh_client(info))
+            with refuse_global_draws(self.method, "contribution", location):
+                return make_contribution(self.method, self.state.server, upload, self.weigh_client(info))
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
@@ -249,7 +252,8 @@ class NetworkRun(Run):
         ]
 
     def _make_job(self, info: ClientInfo) -> ClientJob:
-        return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
+        with refuse_global_draws(self.method, "download", f"{info.title}, round {self.round + 1}"):
+            return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row for each client, without its class counts, which the server does not know."""

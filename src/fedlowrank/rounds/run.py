@@ -33,7 +33,13 @@ from ..storage.client_store import ClientStore, LazyMapping
 from ..storage.state import State
 from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.flops import forward_flops
-from ..training.hook_calls import check_call, check_single_call
+from ..training.hook_calls import (
+    check_call,
+    check_single_call,
+    init_client_state,
+    refuse_global_draws,
+    seed_for_hook,
+)
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
 from ..trust.secure_sums import SecureAggregator, warn_of_coarse_grid
@@ -142,7 +148,10 @@ class Run:
             warn_of_coarse_grid(self.trust.secure)
         self.evaluator = self._make_evaluator(own_metrics)
         initial = {name: model.initial for name, model in self.task.architectures.items()}
-        with check_single_call(self.method, "server_init", task=initial):
+        with (
+            seed_for_hook(self.method, "server_init", self.task.key),
+            check_single_call(self.method, "server_init", task=initial),
+        ):
             server = check_tree(self.method, "server_init", self.method.server_init(self.task))
         server = self.engine.boundary(server)
         self.state = State(0, server, self.new_store())
@@ -159,7 +168,7 @@ class Run:
         self.evaluate_every = settings.evaluate_every or 1
         # make every client's state now, so that a method that does not fit fails here and not in round 7
         for info in federation.infos:
-            self._init_client(info)
+            init_client_state(self.method, self.task, info)
 
     def _make_budget(self, plan: Plan) -> Budget | None:
         """Make the privacy budget of the run; None for a run without privacy."""
@@ -208,12 +217,7 @@ class Run:
         """Get the state of a client, a fresh one if it never took part."""
         if info.id in self.state.clients:
             return self.state.clients[info.id]
-        return self.engine.boundary(self._init_client(info))
-
-    def _init_client(self, info: ClientInfo) -> Any:
-        """Make the state of a client that never took part."""
-        with check_single_call(self.method, "client_init", info.title):
-            return check_tree(self.method, "client_init", self.method.client_init(info, self.task))
+        return self.engine.boundary(init_client_state(self.method, self.task, info))
 
     def personal_params(self, info: ClientInfo) -> Params:
         """Get the parameters of the whole model that a client would use now, with its batch statistics."""
@@ -236,10 +240,12 @@ class Run:
         infos = self.federation.infos
         sampled_ids = self.client_sampler.draw(round, [i.example_count for i in infos], self.state.losses)
         available_ids, budget = self.client_sampler.seen, self.budget
-        # the hook gets a copy: a change in place would change what its result is compared with
+        with seed_for_hook(self.method, "participants", self.federation.key / "participants" / round):
+            # the hook gets a copy: a change in place would change what its result is compared with
+            chosen_ids = self.method.participants([*sampled_ids], available_ids)
         participant_ids = check_participants(
             self.method,
-            self.method.participants([*sampled_ids], available_ids),
+            chosen_ids,
             sampled_ids,
             available_ids,
             may_differ=budget is None or budget.is_local,
@@ -367,7 +373,8 @@ class Run:
         downloads = Downloads(self.method, self.state.server)
 
         def job(info: ClientInfo) -> ClientJob:
-            down = downloads.message_to(info)
+            with refuse_global_draws(self.method, "download", f"{info.title}, round {t + 1}"):
+                down = downloads.message_to(info)
             download_volume.add(info.id, down)
             return ClientJob(self.state_of(info), down, info)
 
@@ -493,7 +500,7 @@ class Run:
             call = check_single_call(self.method, "contribution", f"{info.title}, {location}", upload=upload)
         else:
             call = check_call(self.method, "contribution", location, upload=upload)
-        with call:
+        with refuse_global_draws(self.method, "contribution", location), call:
             return self.method.contribution(self.state.server, upload, info)
 
     def contribute_cohort(
@@ -545,7 +552,10 @@ class Run:
         del results
         before = self.state.server
         location = f"round {view.round + 1}"
-        with check_single_call(self.method, "server_update", location, server=before, total=total):
+        with (
+            seed_for_hook(self.method, "server_update", view.key),
+            check_single_call(self.method, "server_update", location, server=before, total=total),
+        ):
             state = self.method.server_update(before, total, view)
         return self.engine.boundary(check_server_state(self.method, before, state, view.round))
 
@@ -633,8 +643,11 @@ class Run:
             with clock("evaluate"):
                 client_table = self.evaluate()
                 record = self._with_backdoor(record)
-        server = self.state.server
-        with check_single_call(self.method, "server_metrics", f"round {self.round}", server=server):
+        server, location = self.state.server, f"round {self.round}"
+        with (
+            refuse_global_draws(self.method, "server_metrics", location),
+            check_single_call(self.method, "server_metrics", location, server=server),
+        ):
             own_metrics = check_server_metrics(self.method, self.method.server_metrics(server))
         metrics = {**record.server_metrics, **own_metrics}
         # with privacy loss distributions, computing ε takes as long as a round of a small model

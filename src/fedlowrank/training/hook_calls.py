@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments.user_code import is_of_package
-from ..core.contract import AnyMethod, Method, Model
-from ..core.contract.hook_results import name_class
+from ..core.contract import AnyMethod, ClientInfo, Method, Model, Task
+from ..core.contract.hook_results import check_tree, name_class
 from ..core.contract.wrapper import MethodWrapper
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key, generator_states
@@ -189,17 +189,19 @@ def may_draw(method: AnyMethod, hook: str) -> bool:
 
 
 @contextlib.contextmanager
-def seed_for_hook(method: AnyMethod, hook: str, key: Key, device: torch.device) -> Iterator[None]:
+def seed_for_hook(
+    method: AnyMethod, hook: str, key: Key, device: torch.device | None = None
+) -> Iterator[None]:
     """Seed the global generators for a hook that is called in the block, and restore them after it.
 
-    So a draw such as ``torch.randn(3)`` is the same in every engine, and another one at each client and in each round. The
-    methods of this package never draw from the global generators.
+    So a draw such as ``torch.randn(3)``, or the initial weights of a new ``nn.Linear``, is the same in every engine, and
+    another one at each client and in each round. The methods of this package never draw from the global generators.
 
     Args:
         method: method of the hook.
         hook: name of the hook.
-        key: key of the client and the round.
-        device: device of the client's data.
+        key: key of the client and the round, or of the server and the round.
+        device: device of the client's data; None if the hook gets none.
     """
     with (
         (key / "hook" / hook).global_generators(device)
@@ -207,6 +209,45 @@ def seed_for_hook(method: AnyMethod, hook: str, key: Key, device: torch.device) 
         else contextlib.nullcontext()
     ):
         yield
+
+
+def init_client_state(method: AnyMethod, task: Task, client: ClientInfo) -> Any:
+    """Make the state of a client that has never taken part; every call for a client gives the same state.
+
+    Raises:
+        TaskError: if ``client_init`` returns no tree, or breaks a rule of :func:`check_call`.
+    """
+    with (
+        seed_for_hook(method, "client_init", task.key / client.id),
+        check_single_call(method, "client_init", client.title),
+    ):
+        return check_tree(method, "client_init", method.client_init(client, task))
+
+
+@contextlib.contextmanager
+def refuse_global_draws(method: AnyMethod, hook: str, location: str) -> Iterator[None]:
+    """Refuse that a hook without a key, called in the block, draws from the global generators.
+
+    Args:
+        method: method of the hook.
+        hook: name of the hook.
+        location: client and round of the call, for the message.
+
+    Raises:
+        TaskError: if it draws. How often such a hook is called depends on the engine, so a seed could not make equal runs
+            equal.
+    """
+    if not may_draw(method, hook):
+        yield
+        return
+    states = generator_states()
+    yield
+    if generator_states() != states:
+        raise TaskError(
+            f"{_name_call(method, hook, location)} draws from a global generator of torch, Python or NumPy, so that two equal "
+            "runs would differ. Draw the numbers in server_init, server_update, client_init or local_update, and keep or send "
+            "them"
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from ...core.contract.hook_results import check_client_model
 from ...core.tree import Params
 from ...engines.engine import client_view
 from ...results.evaluation.local_model import LocalModel
+from ...training.hook_calls import init_client_state
 from ..network_run import NetworkRun
 
 
@@ -53,7 +54,7 @@ def _find_model(run: NetworkRun) -> Params | None:
     common_params: Params | None = None
     for info in run.federation.infos:
         view = client_view(run.federation, task, info, t, _NoExamples())
-        initial_state = method.client_init(info, task)
+        initial_state = init_client_state(method, task, info)
         params = method.server_model(server, initial_state, view)
         if params is not None:
             return dict(params)

@@ -23,6 +23,7 @@ from ...core.contract import AnyMethod, ClientInfo, Contribution, ServerView, Ta
 from ...core.contract.contribution import Aggregator, fault_of
 from ...core.contract.hook_results import NonFiniteResultError, check_server_state
 from ...core.errors import FedlowrankError
+from ...training.hook_calls import seed_for_hook
 from .norms import difference_norm, iterate_floats
 from .shape_tracing import trace_template
 from .upload_forms import MismatchError, Template, decode_upload, shorten_text
@@ -165,7 +166,10 @@ def update_server(method: AnyMethod, server: Any, total: Any, view: ServerView) 
         Exception: if the method raises one of :data:`FAULT_TYPES`.
     """
     try:
-        new_state = check_server_state(method, server, method.server_update(server, total, view), view.round)
+        with seed_for_hook(method, "server_update", view.key):
+            new_state = check_server_state(
+                method, server, method.server_update(server, total, view), view.round
+            )
     except NonFiniteResultError as error:
         raise _make_not_finite_error(method, view, error.path) from error
     for path, number in iterate_floats(new_state):

@@ -21,7 +21,7 @@ from ...data.federation import Federation
 from ...engines.engine import Engine
 from ...linalg.matricize import count_parameters
 from ...models.statistics.client_buffers import install_buffers
-from ...training.hook_calls import check_single_call
+from ...training.hook_calls import check_single_call, refuse_global_draws, seed_for_hook
 from ...training.kept_optimizers import split_optimizers
 from .model_checks import check_models
 
@@ -164,14 +164,21 @@ def make_local_model(
     state, task = install_buffers(task, split_optimizers(state)[0])
     model = task.model(info).with_local_statistics(engine_trainer.inputs, engine_trainer.owner)
     view = ClientView(info, task, model, round, engine_trainer.data.key, trainer or engine_trainer)
+    device, location = engine_trainer.data.examples.y.device, f"{info.title}, after round {round + 1}"
     with torch.inference_mode(False):
         message = download
         if is_server_known:
-            message = tree.canonical(check_tree(method, "download", method.download(server, info)))
-        location = f"{info.title}, after round {round + 1}"
-        with check_single_call(method, "client_model", location, model, state=state, down=message):
+            with refuse_global_draws(method, "download", location):
+                message = tree.canonical(check_tree(method, "download", method.download(server, info)))
+        with (
+            seed_for_hook(method, "client_model", view.key, device),
+            check_single_call(method, "client_model", location, model, state=state, down=message),
+        ):
             client_model = method.client_model(state, message, view)
-        with check_single_call(method, "server_model", location, model, state=state):
+        with (
+            seed_for_hook(method, "server_model", view.key, device),
+            check_single_call(method, "server_model", location, model, state=state),
+        ):
             server_params = method.server_model(server, state, view) if is_server_known else None
         client_model = check_models(method, client_model, server_params, model, federation, info)
     return LocalModel(client_model, model, view.key / "evaluation", server_params)
