@@ -85,9 +85,10 @@ def last_of_clients(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def costs_of_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
-    """What every round cost, of :func:`fedlowrank.load_rounds`."""
+    """What every round cost, of :func:`fedlowrank.load_rounds`, with times in whole milliseconds."""
     seconds = [column for column in rounds if column.startswith("seconds_")]
-    return rounds[["method", "seed", "round", "bytes_up", "bytes_down", "flops", *seconds]]
+    costs = rounds[["method", "seed", "round", "bytes_up", "bytes_down", "flops", *seconds]]
+    return costs.round(dict.fromkeys(seconds, 3))
 
 
 def read_run_tables(folders: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -28,6 +28,13 @@ from tables.verdicts import wilson_interval
 
 FOUND = 0.995
 """Adjusted Rand index from which a run has found the true clusters."""
+
+MAX_SEEDS = 10
+"""Maximum number of seeds for which a table has a column each."""
+
+QUANTILES = {"lowest": 0.0, "median": 0.5, "highest": 1.0}
+"""Columns of a table of more seeds."""
+
 RECOVERY = "Adjusted Rand index of the clients' largest shares against their true clusters, last round:"
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
@@ -254,12 +261,15 @@ def recovery_table(name: str) -> str:
     rows = rows.pivot(index="method", columns="seed", values="index")
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = read_titles(name)
+    shows_seeds = len(rows.columns) <= MAX_SEEDS
+    columns = ["seed", *map(str, rows.columns)] if shows_seeds else ["of all seeds", *QUANTILES]
     lines = [
-        table_row(["seed", *map(str, rows.columns), "mean", "runs that find the clusters"]),
-        "| :--- |" + " ---: |" * (len(rows.columns) + 2),
+        table_row([*columns, "mean", "runs that find the clusters"]),
+        "| :--- |" + " ---: |" * (len(columns) + 1),
     ]
     for method, row in rows.iterrows():
-        cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in row]
+        values = row if shows_seeds else row.quantile(list(QUANTILES.values()))
+        cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in values]
         found, run = int((row >= FOUND).sum()), len(list_seeds(name))
         rate = format_rate(found, run, *wilson_interval(found, run))
         lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}", rate]))

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path) -> None:
 
     def keep() -> None:
         running.keep_rows(tmp_path / "new-clients.csv.gz", "m", evidence.last_of_clients(runs), ["m"])
-        costs = evidence.costs_of_rounds(rounds.assign(seconds_train=0.25))
+        costs = evidence.costs_of_rounds(rounds.assign(seconds_train=0.25042))
         running.keep_rows(tmp_path / "new-rounds.csv.gz", "m", costs, ["m"])
 
     keep()
@@ -283,8 +284,10 @@ def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
         rows = list(csv.DictReader(file))
     for method in {row["method"] for row in rows}:
         values = [float(row["index"]) for row in rows if row["method"] == method]
-        if len(values) == 5:
-            cells = " | ".join(f"{value:.2f}" for value in [*values, sum(values) / 5])
+        # a table of more than ten seeds has no column for each
+        shown = values if len(values) <= 10 else [min(values), statistics.median(values), max(values)]
+        if len(values) in (5, 20):
+            cells = " | ".join(f"{value:.2f}" for value in [*shown, sum(values) / len(values)])
             assert f"| {titles[method]} | {cells} |" in page.split("<!-- end -->")[0]
 
 

@@ -319,10 +319,10 @@ def test_a_table_counts_the_runs_that_find_the_clusters(path: Path) -> None:
     sources = json.loads(path.with_name(f"{name}.json").read_text())
     titles = {method: source["title"] for method, source in sources.items()}
     for method in {row["method"] for row in read(path.stem)}:
-        k, _ = successes({"experiment": name, "method": method, "rate": "found"})
-        low, high = (f"{100 * end:.0f} %" for end in wilson(k, 5))
+        k, n = successes({"experiment": name, "method": method, "rate": "found"})
+        low, high = (f"{100 * end:.0f} %" for end in wilson(k, n))
         (row,) = re.findall(rf"^\| {re.escape(titles[method])} \|.* runs \[.*$", table, flags=re.MULTILINE)
-        assert cells(row)[-1].rstrip(" |") == f"{k} of 5 runs [{low}, {high}]"
+        assert cells(row)[-1].rstrip(" |") == f"{k} of {n} runs [{low}, {high}]"
 
 
 def test_diverged_seeds_are_those_of_the_record() -> None:
