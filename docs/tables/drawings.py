@@ -28,7 +28,7 @@ from tables.experiments import (
     title_of,
 )
 from tables.horizons import find_lead
-from tables.settings import HORIZONS, RESULTS, TEACHERS
+from tables.settings import HORIZONS, RESULTS, TEACHERS, name_horizon
 from tables.verdicts import MARGIN
 
 matplotlib.use("svg")
@@ -205,21 +205,15 @@ def draw_leads(path: Path) -> None:
         panels, (("", "constant rate"), ("-cosine", "cosine rate")), strict=True
     ):
         for teacher, label in TEACHERS.items():
-            names = {rounds: f"teacher-{teacher}-{rounds}{ending}" for rounds in HORIZONS}
-            found = {rounds: find_lead(name, "flexlora", "server") for rounds, name in names.items()}
-            leads = {rounds: lead for rounds, lead in found.items() if lead is not None}
-            halves = [50 * (lead.high - lead.low) for lead in leads.values()]
-            means = {rounds: 100 * lead.mean for rounds, lead in leads.items()}
-            style = {"marker": "o", "ms": 4, "capsize": 2, "ls": ""}
-            bars = axes.errorbar(list(means), list(means.values()), halves, label=f"rank {label}", **style)
-            for start, end in itertools.pairwise(means):
-                is_next = HORIZONS.index(end) == HORIZONS.index(start) + 1
-                line = "-" if is_next else "--"
-                axes.plot([start, end], [means[start], means[end]], line, color=bars[0].get_color())
+            names = [name_horizon(teacher, f"{rounds}{ending}") for rounds in HORIZONS]
+            leads = [find_lead(name, "flexlora", "server") for name in names]
+            halves = [50 * (lead.high - lead.low) for lead in leads]
+            means = [100 * lead.mean for lead in leads]
+            axes.errorbar(HORIZONS, means, halves, marker="o", ms=4, capsize=2, label=f"rank {label}")
         axes.axhline(0, color="0.6", lw=0.8, zorder=0)
         _set_horizons(axes)
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("rounds, logarithmic (dashed: no run between)", fontsize=8)
+        axes.set_xlabel("rounds, logarithmic", fontsize=8)
     panels[0].set_ylabel("FedHL minus FlexLoRA / points", fontsize=8)
     panels[0].legend(fontsize=8, loc="upper left")
     _save(path)
@@ -239,16 +233,15 @@ def draw_horizons(chosen_by: str, path: Path) -> None:
         path: of the SVG.
     """
     _set_style()
-    series, ending = ("server", "") if chosen_by == "server" else (None, "-own")
+    series = "server" if chosen_by == "server" else None
     figure, grid = plt.subplots(3, 4, figsize=(9.6, 7.2), sharex=True, sharey="row", layout="constrained")
     columns = list(itertools.product(TEACHERS, ("", "-cosine")))
     for axes, (teacher, rate) in zip(grid.flat, columns, strict=True):
-        names = {rounds: f"teacher-{teacher}-{rounds}{rate}{ending}" for rounds in HORIZONS}
-        names = {rounds: name for rounds, name in names.items() if has_figures(name)}
-        for place, method in enumerate(list_methods(next(iter(names.values()))) if names else ()):
-            ends = [_means_of(read_figures(name), series, [method]) for name in names.values()]
-            label = read_titles(next(iter(names.values())))[method]
-            beside = [rounds * 1.03 ** (place - 3) for rounds in names]  # so that none hides another
+        names = [name_horizon(teacher, f"{rounds}{rate}", chosen_by) for rounds in HORIZONS]
+        for place, method in enumerate(list_methods(names[0])):
+            ends = [_means_of(read_figures(name), series, [method]) for name in names]
+            label = read_titles(names[0])[method]
+            beside = [rounds * 1.03 ** (place - 3) for rounds in HORIZONS]  # so that none hides another
             style = {"marker": METHOD_MARKERS[place], "ms": 3.5, "lw": 0.9, "capsize": 1.5}
             means, halves = ([end[k][0] for end in ends] for k in (0, 1))
             axes.errorbar(beside, means, halves, label=label, **style)

@@ -6,15 +6,15 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 from __future__ import annotations
 
 from fedlowrank.report.statistics.significance import Difference
-from tables.experiments import difference, format_difference, has_figures, read_figures, table_row
-from tables.settings import ENDS, TEACHERS, list_horizons
+from tables.experiments import difference, format_difference, read_figures, table_row
+from tables.settings import ENDS, TEACHERS, list_horizons, name_horizon
 
 
 def horizons_table() -> str:
     """FedHL minus FlexLoRA, the server's model, by teacher, horizon and rate."""
     lines = [table_row(["rank of the teacher", *ENDS.values()]), "| :--- |" + " ---: |" * len(ENDS)]
     for teacher, title in TEACHERS.items():
-        names = [f"teacher-{teacher}-{end}" for end in ENDS]
+        names = [name_horizon(teacher, end) for end in ENDS]
         lines.append(table_row([title, *(_format_lead(name, "flexlora", "server") for name in names)]))
     return (
         "\n".join(lines)
@@ -28,22 +28,18 @@ def choices_table() -> str:
     heads = [f"minus {other}, {chosen}" for other in others.values() for chosen in ("server", "own models")]
     lines = [table_row(["teacher", *heads]), "| :--- |" + " ---: |" * len(heads)]
     for name, label in list_horizons("server").items():
-        if has_figures(f"{name}-own"):
-            found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
-            lines.append(table_row([label, *found]))
+        found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
+        lines.append(table_row([label, *found]))
     return "\n".join(lines) + (
         "\n\nFedHL minus the other method, accuracy of the clients' own models in points, 95 % interval, with learning rates "
         "chosen by the server's model or by the own models."
     )
 
 
-def find_lead(name: str, against: str, series: str | None) -> Difference | None:
-    """FedHL minus another method, see :func:`difference`; None if the experiment has no figures."""
-    if not has_figures(name):
-        return None
+def find_lead(name: str, against: str, series: str | None) -> Difference:
+    """FedHL minus another method, see :func:`difference`."""
     return difference(read_figures(name), "fedhl", against, series)
 
 
 def _format_lead(name: str, against: str, series: str | None) -> str:
-    lead = find_lead(name, against, series)
-    return "" if lead is None else format_difference(lead, 100.0, 1)
+    return format_difference(find_lead(name, against, series), 100.0, 1)

@@ -37,11 +37,15 @@ def list_horizons(chosen_by: str) -> dict[str, str]:
     Args:
         chosen_by: ``server`` or ``own``, the models whose validation accuracy chose the learning rates.
     """
-    ending = "-own" if chosen_by == "own" else ""
     return {
-        f"teacher-{teacher}-{end}{ending}": f"rank {title}, {rounds}"
+        name_horizon(teacher, end, chosen_by): f"rank {title}, {rounds}"
         for (teacher, title), (end, rounds) in itertools.product(TEACHERS.items(), ENDS.items())
     }
+
+
+def name_horizon(teacher: str, end: str, chosen_by: str = "server") -> str:
+    """Name of the experiment with a teacher, of :data:`TEACHERS`, and a horizon and rate, of :data:`ENDS`."""
+    return f"teacher-{teacher}-{end}" + ("-own" if chosen_by == "own" else "")
 
 
 def find_experiment(name: str) -> Path:

@@ -109,25 +109,21 @@ class TestClaims:
         assert [axes.texts[0].get_text()[:2] for axes in figure.axes] == ["C0", "C4", "C8"]
 
 
-def test_no_solid_line_through_a_missing_run(monkeypatch, tmp_path):
-    missing = f"teacher-8-iid-{HORIZONS[1]}"
-    lead = SimpleNamespace(mean=0.1, low=0.05, high=0.15)
-    monkeypatch.setattr(drawings, "find_lead", lambda name, *_: None if name == missing else lead)
+def test_a_line_of_leads_has_those_of_its_teacher_rate_and_rounds(monkeypatch, tmp_path):
+    def lead(name, against, series):
+        assert (against, series) == ("flexlora", "server")
+        _, rank, kind, rounds, *cosine = name.split("-")
+        mean = int(rank) + int(rounds) / 100 + 0.5 * (kind == "iid") + 0.001 * len(cosine)
+        return SimpleNamespace(mean=mean, low=mean - 0.1, high=mean + 0.1)
+
+    monkeypatch.setattr(drawings, "find_lead", lead)
     drawings.draw_leads(tmp_path / "leads.svg")
-    constant, cosine = plt.gcf().axes
-    ends = {(HORIZONS[0], HORIZONS[2]): "--"}
-
-    def lines_of(axes):
-        return [
-            (tuple(line.get_xdata()), line.get_linestyle())
-            for line in axes.lines
-            if line.get_linestyle() in ("-", "--") and 10 <= line.get_xdata()[0] < line.get_xdata()[1]
-        ]
-
-    assert [line for line in lines_of(constant) if line[0] in ends] == list(ends.items())
-    assert {style for _, style in lines_of(cosine)} == {"-"}
-    assert len(lines_of(cosine)) == 12
-    assert "logarithmic" in constant.get_xlabel()
+    for axes, cosine in zip(plt.gcf().axes, (0, 0.1), strict=True):
+        lines = [list(container.lines[0].get_ydata()) for container in axes.containers]
+        ranks = (24, 24.5, 8, 8.5, 1, 1.5)  # skewed and IID
+        expected = [[100 * rank + rounds + cosine for rounds in HORIZONS] for rank in ranks]
+        assert lines == [pytest.approx(line) for line in expected]
+        assert "logarithmic" in axes.get_xlabel()
 
 
 def test_markers_stand_around_their_own_label(monkeypatch, tmp_path):
