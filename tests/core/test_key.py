@@ -4,7 +4,9 @@ alone."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.core import tree
-from fedlowrank.core.key import Key
+from fedlowrank.core.key import Key, generator_states
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
@@ -116,3 +118,29 @@ def test_a_model_is_built_from_its_key_alone() -> None:
     torch.manual_seed(99)
     b = build_module(lambda: torch.nn.Linear(3, 2), Key((0,)))
     assert torch.equal(a.weight, b.weight)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(1), random.random, np.random.rand, np.random.randn],
+    ids=["torch", "python", "numpy", "numpy, normal"],
+)
+def test_each_draw_changes_the_states_of_the_generators(draw: Callable[[], object]) -> None:
+    with Key((0,)).global_generators():
+        states = [generator_states()]
+        assert generator_states() == states[0]
+        for _ in range(3):  # numpy keeps every second normal number
+            draw()
+            states.append(generator_states())
+    assert all(a != b for a, b in itertools.pairwise(states))
+
+
+def test_seeded_generators_of_user_code_leave_a_kept_normal_number() -> None:
+    np.random.seed(1)  # noqa: NPY002 - what a user writes
+    expected = np.random.randn(3)[1:]  # noqa: NPY002
+    np.random.seed(1)  # noqa: NPY002
+    np.random.randn()  # noqa: NPY002
+    with Key((0,)).global_generators():
+        np.random.randn()  # noqa: NPY002
+    assert np.random.randn() == expected[0]  # noqa: NPY002
+    assert np.random.randn() == expected[1]  # noqa: NPY002

@@ -69,7 +69,7 @@ class Key:
         """
         seed = self.seed()
         gpus = [device] if device is not None and device.type == "cuda" else []
-        python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from it
+        python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - user code draws from it
         with torch.random.fork_rng(devices=gpus):
             torch.default_generator.manual_seed(seed)
             for gpu in gpus:
@@ -90,9 +90,11 @@ def generator_states(device: torch.device | None = None) -> tuple[Any, ...]:
     Args:
         device: accelerator whose generator is included, too.
     """
-    _, keys, *counters = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
+    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - user code draws from it
+    bit_generator_state = numpy_state.pop("state").values()
+    numpy_values = tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in bit_generator_state)
     torch_states = [torch.get_rng_state()]
     if device is not None and device.type == "cuda":
         torch_states.append(torch.cuda.get_rng_state(device))
     torch_bytes = tuple(state.numpy().tobytes() for state in torch_states)
-    return torch_bytes, random.getstate(), np.asarray(keys).tobytes(), *counters
+    return torch_bytes, random.getstate(), numpy_values, *numpy_state.values()

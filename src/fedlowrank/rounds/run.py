@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -159,6 +159,7 @@ class Run:
         self._warned: set[int] = set()
         self._warned_of_clipping = False
         self._warned_of_coarse_weights = False
+        self._draws_refused: dict[str, int] = {}
         self.stopped = ""
         # each value is stored with the federation it was computed from: a federation is frozen, and no other
         # object can have its identity while it is referenced here
@@ -373,7 +374,7 @@ class Run:
         downloads = Downloads(self.method, self.state.server)
 
         def job(info: ClientInfo) -> ClientJob:
-            with refuse_global_draws(self.method, "download", f"{info.title}, round {t + 1}"):
+            with self._refuse_draws("download", f"{info.title}, round {t + 1}"):
                 down = downloads.message_to(info)
             download_volume.add(info.id, down)
             return ClientJob(self.state_of(info), down, info)
@@ -500,8 +501,18 @@ class Run:
             call = check_single_call(self.method, "contribution", f"{info.title}, {location}", upload=upload)
         else:
             call = check_call(self.method, "contribution", location, upload=upload)
-        with refuse_global_draws(self.method, "contribution", location), call:
+        with self._refuse_draws("contribution", location), call:
             return self.method.contribution(self.state.server, upload, info)
+
+    @contextlib.contextmanager
+    def _refuse_draws(self, hook: str, location: str) -> Iterator[None]:
+        """Refuse draws in the first call of a hook in a round; each check takes as long as a step of a small client."""
+        if self._draws_refused.get(hook) == self.round:
+            yield
+            return
+        with refuse_global_draws(self.method, hook, location):
+            yield
+        self._draws_refused[hook] = self.round
 
     def contribute_cohort(
         self, cohort: CohortUploads, infos_by_position: Mapping[int, ClientInfo]

@@ -21,7 +21,7 @@ from ...data.federation import Federation
 from ...engines.engine import Engine
 from ...linalg.matricize import count_parameters
 from ...models.statistics.client_buffers import install_buffers
-from ...training.hook_calls import check_single_call, refuse_global_draws, seed_for_hook
+from ...training.hook_calls import check_single_call, seed_for_hook
 from ...training.kept_optimizers import split_optimizers
 from .model_checks import check_models
 
@@ -168,8 +168,7 @@ def make_local_model(
     with torch.inference_mode(False):
         message = download
         if is_server_known:
-            with refuse_global_draws(method, "download", location):
-                message = tree.canonical(check_tree(method, "download", method.download(server, info)))
+            message = tree.canonical(check_tree(method, "download", method.download(server, info)))
         with (
             seed_for_hook(method, "client_model", view.key, device),
             check_single_call(method, "client_model", location, model, state=state, down=message),
