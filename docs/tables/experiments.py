@@ -189,9 +189,12 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
     unfinished = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
+    chosen = f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds"
+    if all(is_chosen for _, is_chosen, _ in read_tried(FIGURES / f"{name}-tuning.csv")):
+        chosen = "one setting, not chosen"
     return "\n".join(lines) + (
         f"\n\n{'Loss' if lower_is_better else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
-        f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. {describe_sources(sources)}. "
+        f"{chosen}. {describe_sources(sources)}. "
         f"[Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), made by `python docs/evidence.py run {name}`. To repeat one row: "
         f"`python docs/evidence.py repeat {name} METHOD`, METHOD is one of {', '.join(list_methods(name))}.{unfinished}"
@@ -370,7 +373,7 @@ def _name_setting(field: str, value: str, tried: set[str]) -> str:
     """A chosen value; marked by a star where it is the smallest or largest of those that were tried."""
     numbers = [float(v) for v in tried] if all(re.fullmatch(r"[-+.e\d]+", v) for v in tried) else []
     edge = r"\*" if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) else ""
-    return f"{field.rpartition('.')[2]} {value}{edge}"
+    return f"{field.removeprefix('optimizer.')} {value}{edge}"
 
 
 def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:

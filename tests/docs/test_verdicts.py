@@ -47,12 +47,11 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def runs_planned(name: str) -> int:
-    """Test seeds of an experiment: 20 for horizons, 15 in three others, ten on digits, else five."""
+    """Test seeds of an experiment: 20 for horizons and routers, 15 in three others, ten on digits, else five."""
     if name.startswith("teacher-") and any(part in name for part in ("-skew-", "-iid-")):
         return 20
-    return {"pfedlora-control": 15, "fedslr-mnist-15": 15, "cifar10-2-all": 15}.get(
-        name, 10 if "digits" in name else 5
-    )
+    others = {"pfedlora-control": 15, "fedslr-mnist-15": 15, "cifar10-2-all": 15, "floral-r-routers": 20}
+    return others.get(name, 10 if "digits" in name else 5)
 
 
 def curve(
