@@ -13,6 +13,7 @@ import torch
 from fedlowrank.core import tree
 from fedlowrank.core.contract import ClientInfo, Each, ServerView
 from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.core.key import Key
 from fedlowrank.network.validation.uploads import RefusedReplyError, Templates, inspect_upload
 from tests.network.validation.attacked_rounds import CASES, LIMITS, aggregate, finite, situation
 from tests.support.method_calls import Reply, server_update
@@ -125,7 +126,7 @@ def replies_of(*uploads: Any) -> list[Reply]:
     return [Reply(ClientInfo(i, 1, "m"), u) for i, u in enumerate(uploads)]
 
 
-VIEW: Any = ServerView(None, 3, None)  # type: ignore[arg-type]
+VIEW: Any = ServerView(None, 3, Key((0,)))  # type: ignore[arg-type]
 
 
 def test_several_faulty_replies_are_found_and_the_rest_is_used() -> None:
