@@ -27,8 +27,8 @@ def choices_table() -> str:
     others = {"hetlora": "zero padding", "flexlora": "FlexLoRA"}
     heads = [f"minus {other}, {chosen}" for other in others.values() for chosen in ("server", "own models")]
     lines = [table_row(["teacher", *heads]), "| :--- |" + " ---: |" * len(heads)]
-    for name, label in list_horizons("server").items():
-        found = [_format_lead(n, other, None) for other in others for n in (name, f"{name}-own")]
+    for name, (own, label) in zip(list_horizons("server"), list_horizons("own").items(), strict=True):
+        found = [_format_lead(n, other, None) for other in others for n in (name, own)]
         lines.append(table_row([label, *found]))
     return "\n".join(lines) + (
         "\n\nFedHL minus the other method, accuracy of the clients' own models in points, 95 % interval, with learning rates "
