@@ -311,8 +311,10 @@ def title_of(name: str) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Whether an experiment's results are losses, those of a regression, and not accuracies."""
-    return isinstance(_read_experiment(name).data.source, Synthetic)
+    """Whether an experiment's results are losses, those of a regression or of texts that are generated, and not accuracies."""
+    experiment = _read_experiment(name)
+    writes_text = experiment.language is not None and experiment.language.task == "causal"
+    return writes_text or isinstance(experiment.data.source, Synthetic)
 
 
 def unit_of(name: str) -> tuple[float, int]:
