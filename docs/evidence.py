@@ -39,6 +39,7 @@ from tables.experiments import (
 )
 from tables.horizons import choices_table, horizons_table
 from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, find_experiment, read_settings
+from tables.sweeps import sweeps_table
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.results.records import RunRecord
@@ -216,6 +217,8 @@ def write() -> None:
     for page in ("fedhl.md", "fedhl-horizons.md"):
         paste(RESULTS / page, "horizons", horizons_table())
     paste(RESULTS / "fedhl-horizons.md", "choices", choices_table())
+    for swept, mark in (("classes of a client", "classes"), ("clients in a round / %", "shares")):
+        paste(RESULTS / "pfedlora.md", mark, sweeps_table(swept))
     paste(RESULTS / "index.md", "count", count_verdicts())
     paste(RESULTS / "index.md", "verdicts", verdicts_table())
     for paper in papers():

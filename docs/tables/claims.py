@@ -45,6 +45,8 @@ class Case(NamedTuple):
     digits: int
     unit: str  # points, loss or runs
     is_nearest: bool
+    expected: str = "+"
+    """What the claim says of the difference, see :func:`.verdicts.judge_difference`."""
     is_strong: bool = False
     """Whether it stands after Holm's correction within its claim."""
 
@@ -151,7 +153,15 @@ def _judge_case(case: dict[str, Any]) -> Case:
         unit = "loss" if lower_is_better else "points"
     effects = tuple(read_effect(effect) for effect in case.get("effects", ()))
     return Case(
-        case["label"], name, judged, lost, effects, digits, unit, is_nearest=case.get("nearest", False)
+        case["label"],
+        name,
+        judged,
+        lost,
+        effects,
+        digits,
+        unit,
+        case.get("nearest", False),
+        case.get("expected", "+"),
     )
 
 
@@ -288,7 +298,9 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
 
 
 def _estimate_with_label(case: Case, label: str) -> str:
-    notes = ["loss (lower is better)"] * (case.unit == "loss")
+    notes = []
+    if case.unit == "loss":
+        notes.append("lower is better" if "loss" in label.lower() else "loss (lower is better)")
     notes += [f"{case.judged.n} seeds"] * (case.unit != "runs")
     if case.judged.mark == "open" and any(case.diverged) and not case.judged.low <= 0 <= case.judged.high:
         notes.append(f"diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}")

@@ -28,7 +28,8 @@ from tables.experiments import (
     title_of,
 )
 from tables.horizons import find_lead
-from tables.settings import HORIZONS, RESULTS, TEACHERS, name_horizon
+from tables.settings import HORIZONS, RESULTS, SWEEPS, TEACHERS, name_horizon
+from tables.sweeps import list_common_methods
 from tables.verdicts import MARGIN
 
 matplotlib.use("svg")
@@ -256,6 +257,35 @@ def draw_horizons(chosen_by: str, path: Path) -> None:
     _save(path)
 
 
+def draw_sweeps(path: Path) -> None:
+    """Figures 8 and 9 of pFedLoRA on digits: test accuracy of every method, a panel for what changes.
+
+    Args:
+        path: of the SVG.
+    """
+    _set_style()
+    _, panels = plt.subplots(1, len(SWEEPS), figsize=(7.2, 2.9), layout="constrained")
+    titles = read_titles("digits-classes-2")  # of both sweeps
+    places = {method: place for place, method in enumerate(titles)}
+    for axes, (swept, names) in zip(panels, SWEEPS.items(), strict=True):
+        for method in list_common_methods(swept):
+            ends = [_means_of(read_figures(name), None, [method]) for name in names.values()]
+            means, halves = ([end[k][0] for end in ends] for k in (0, 1))
+            style = {
+                "marker": METHOD_MARKERS[places[method]],
+                "color": f"C{places[method]}",
+                "ms": 4,
+                "capsize": 2,
+            }
+            axes.errorbar(list(names), means, halves, label=titles[method], **style)
+        axes.set_xticks(list(names))
+        axes.set_xlabel(swept, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=8)
+    panels[0].set_ylabel("test accuracy / %", fontsize=8)
+    _save(path)
+
+
 def draw_claims(paper: str, path: Path) -> None:
     """Every claim of a paper with its comparisons: their intervals, marks and the paper's effects.
 
@@ -339,16 +369,18 @@ def _claim_rows(paper: str, unit: str) -> list[list[Row]]:
     """Lines of each claim from above: the claim, over several lines, and then its comparisons."""
     claims: list[list[Row]] = []
     for claim, cases, verdict in judge_claims():
-        if claim["paper"] != paper or (cases[0].unit if cases else "points") != unit:
+        of_unit = [case for case in cases if case.unit == unit]
+        if claim["paper"] != paper or not (of_unit or (unit == "points" and not cases)):
             continue
         shown = f"→ {verdict}".replace(" ", NO_BREAK)
-        title = f"{claim['claim']}{CLAIMED[claim.get('expected', '+')]} {shown}"
+        expected = of_unit[0].expected if of_unit else "+"
+        title = f"{claim['claim']}{CLAIMED[expected]} {shown}"
         # of many comparisons of two methods the methods are named once
-        once = len(cases) > MANY and not claim["difference"].endswith("minus")
+        once = len(of_unit) > MANY and not claim["difference"].endswith("minus")
         rows: list[Row] = [(line, None) for line in textwrap.wrap(title, TITLE_WIDTH)]
         rows += [(f"{claim['difference']}:", None)] if once else []
         rows += [
-            ((case.label if once else label_of(claim, case)) + _note_diverged(case), case) for case in cases
+            ((case.label if once else label_of(claim, case)) + _note_diverged(case), case) for case in of_unit
         ]
         claims.append(rows)
     return claims
@@ -390,6 +422,7 @@ def draw() -> None:
     draw_leads(RESULTS / "figures" / "fedhl-leads.svg")
     for chosen_by in ("server", "own"):
         draw_horizons(chosen_by, RESULTS / "figures" / f"fedhl-horizons-{chosen_by}.svg")
+    draw_sweeps(RESULTS / "figures" / "pfedlora-sweeps.svg")
     for page in ("pfedlora", "fedslr", "fedhl", "floral"):
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if has_figures("fedslr-mnist"):

@@ -172,7 +172,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         for one in series:
             results = last_results(figures, one)
             there = method in results.index.get_level_values("method")
-            cells.append(_mean(results.loc[method]["test"] * scale, digits) if there else "")
+            cells.append(mean_with_half_width(results.loc[method]["test"] * scale, digits) if there else "")
             compared = there and method != baseline
             cells.append(
                 format_difference(difference(figures, method, baseline, one), scale, digits)
@@ -180,7 +180,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
                 else ""
             )
         rows = last_results(figures, None).loc[method]
-        cells.append(_mean(rows["worst"] * scale, digits))
+        cells.append(mean_with_half_width(rows["worst"] * scale, digits))
         cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
         if target:
@@ -387,7 +387,8 @@ def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:
     return float(by_round.iloc[-1] - before.iloc[-1])
 
 
-def _mean(values: pd.Series, digits: int) -> str:
+def mean_with_half_width(values: pd.Series, digits: int) -> str:
+    """The mean over seeds, and the half-width of its 95 % interval if there is one."""
     found = compare_over_seeds(values.to_numpy())
     half = "" if math.isnan(found.low) else f" ± {(found.high - found.low) / 2:.{digits}f}"
     return f"{found.mean:.{digits}f}{half}"

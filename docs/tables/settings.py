@@ -1,4 +1,4 @@
-"""What ``docs/results/evidence.toml`` says of experiments, with the horizons written out.
+"""What ``docs/results/evidence.toml`` says of experiments, with the horizons and sweeps written out.
 
 A part of ``docs/evidence.py``, which is the command; this file is only imported.
 """
@@ -29,6 +29,14 @@ ENDS = {
     for rounds in HORIZONS
 }
 """Horizon and learning rate: end of an experiment's name, and words."""
+SWEEPS = {
+    "classes of a client": {classes: f"digits-classes-{classes}" for classes in (2, 4, 6, 8, 10)},
+    "clients in a round / %": {
+        share: "digits-classes-2" if share == 50 else f"digits-share-{share}"
+        for share in (10, 30, 50, 70, 90, 100)
+    },
+}
+"""pFedLoRA's Figures 8 and 9 on digits: what changes, and the experiment of each of its values."""
 
 
 def list_horizons(chosen_by: str) -> dict[str, str]:
@@ -62,7 +70,8 @@ def read_settings() -> dict[str, dict[str, str]]:
         for chosen_by, settings in written["horizons"].items()
         for name in list_horizons(chosen_by)
     }
-    return {**written["experiments"], **horizons}
+    sweeps = {name: written["sweeps"] for values in SWEEPS.values() for name in values.values()}
+    return {**written["experiments"], **horizons, **sweeps}
 
 
 @cache

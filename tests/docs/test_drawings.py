@@ -23,9 +23,15 @@ finally:
 LONG = "With very many words in it, so many that they need several lines of the margin, a claim is a long claim (Table 1)."
 
 
-def case(label: str, mark: str = "for", diverged: tuple[int, int] = (0, 0)) -> Case:
+def case(
+    label: str,
+    mark: str = "for",
+    diverged: tuple[int, int] = (0, 0),
+    unit: str = "points",
+    expected: str = "+",
+) -> Case:
     judged = Judgment(2.0, 1.0, 3.0, 0.01, 5, mark)
-    return Case(label, "teacher-24", judged, diverged, (), 1, "points", is_nearest=False, is_strong=True)
+    return Case(label, "teacher-24", judged, diverged, (), 1, unit, False, expected, is_strong=True)
 
 
 def claim(text: str, cases: list[Case], verdict: str, **keys: str):
@@ -63,7 +69,7 @@ def separators(axes) -> list[float]:
 class TestClaims:
     def test_titles_end_before_the_axes_and_keep_their_verdict(self, draw_claims):
         label = "a label that is as long as the labels of the experiments usually are"
-        figure = draw_claims([claim(LONG, [case(label)], "does not hold", expected=">=")])
+        figure = draw_claims([claim(LONG, [case(label, expected=">=")], "does not hold")])
         figure.draw_without_rendering()
         axes = figure.axes[0]
         assert len(axes.texts) > 2
@@ -98,6 +104,19 @@ class TestClaims:
             "First minus second: some, diverged in 1 seed",
             "First minus second: more, diverged in 2 seeds",
         ]
+
+    def test_a_claim_with_accuracies_and_losses_is_in_both_panels(self, draw_claims):
+        cases = [case("task"), case("text", unit="loss", expected="-"), case("more")]
+        points, losses = draw_claims([claim("C.", cases, "holds")]).axes
+        shown = [[label.get_text() for label in axes.get_yticklabels()] for axes in (points, losses)]
+        assert shown == [
+            ["First minus second: task", "First minus second: more"],
+            ["First minus second: text"],
+        ]
+        titles = [" ".join(text.get_text() for text in axes.texts) for axes in (points, losses)]
+        assert ["Claimed" in title for title in titles] == [False, True]
+        assert "Claimed: below 0." in titles[1]
+        assert "loss" in losses.get_xlabel()
 
     def test_no_row_is_far_from_an_axis(self, draw_claims):
         claims = [claim(f"C{i}.", [case(f"{i} {j}") for j in range(8)], "holds") for i in range(10)]

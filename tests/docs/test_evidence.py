@@ -10,6 +10,7 @@ import re
 import shutil
 import statistics
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ RESULTS = ROOT / "docs" / "results"
 settings = load("tables.settings")
 SETTINGS = settings.read_settings()
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
+LOSSES = ("floral-synthetic", "stories")
+"""Experiments whose results are losses."""
 FILES = sorted(
     p for p in (ROOT / "experiments" / "evidence").rglob("*.toml") if not p.stem.startswith("base")
 )
@@ -314,7 +317,7 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
 def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     page = (RESULTS / SETTINGS[name]["page"]).read_text()
     rows = page.split(f"<!-- evidence {name} -->")[1].split("\n\n")[1].splitlines()[2:]
-    scale, digits = (1, 4) if name == "floral-synthetic" else (100, 1)
+    scale, digits = (1, 4) if name in LOSSES else (100, 1)
     experiment = ExperimentConfig.read(next(path for path in FILES if path.stem == name))
     sources = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
@@ -350,7 +353,7 @@ def _print(wide: pd.DataFrame, a: Any, b: Any, level: float, name: str) -> set[s
     differences = (wide[a] - wide[b]).dropna().to_numpy()
     width = stats.t.ppf((1 + level) / 2, len(differences) - 1)
     half = width * differences.std(ddof=1) / len(differences) ** 0.5
-    mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
+    mean, scale = differences.mean(), 1 if name in LOSSES else 100
     low, high = scale * (mean - half), scale * (mean + half)
     printed = {f"[{low:{sign}.{k}f}, {high:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
     return {text.replace("-", "−") for text in printed}
@@ -409,6 +412,44 @@ def test_the_horizons_are_every_teacher_at_every_end_once() -> None:
         label = settings.list_horizons("own" if own else "server")[name]
         words = f"rank {rank}, {'IID' if kind == 'iid' else 'skewed'}, {rounds} rounds"
         assert label == words + (", cosine" if cosine else "")
+
+
+def test_an_experiment_of_a_sweep_changes_one_thing() -> None:
+    folder = ROOT / "experiments" / "evidence"
+    classes, shares = settings.SWEEPS.values()
+    assert (list(classes), list(shares)) == ([2, 4, 6, 8, 10], [10, 30, 50, 70, 90, 100])
+    changes = {name: f"partition.classes_per_client={value}" for value, name in classes.items()}
+    changes |= {
+        name: f"run.participation={value / 100}" for value, name in shares.items() if name not in changes
+    }
+    for name, change in changes.items():
+        made = tomllib.loads(ExperimentConfig.read(folder / "series" / f"{name}.toml").to_toml())
+        base = ExperimentConfig.read(folder / "base-digits-series.toml", [change])
+        assert {"fedproto", "pfedlora"} <= set(made["compare"])
+        assert made == tomllib.loads(base.to_toml()) | {
+            key: made[key] for key in ("name", "title", "compare")
+        }
+
+
+@pytest.mark.parametrize("mark", ["classes", "shares"])
+def test_a_table_of_a_sweep_has_means_and_differences_of_its_experiments(mark: str) -> None:
+    text = (
+        (RESULTS / "pfedlora.md").read_text().split(f"<!-- evidence {mark} -->")[1].split("<!-- end -->")[0]
+    )
+    head, _, *lines = [line.strip("| ").split(" | ") for line in text.strip().splitlines()]
+    methods = {"Standalone": "standalone", "FedProto": "fedproto", "pFedLoRA": "pfedlora"}
+    names = settings.SWEEPS[head[0]]
+    assert [line[0] for line in lines] == [str(value) for value in names]
+    for name, line in zip(names.values(), lines, strict=True):
+        of = {methods[title]: last(name, methods[title], {}) for title in head[1:-1]}
+        for title, cell in zip(head[1:-1], line[1:-1], strict=True):
+            values = 100 * np.array(list(of[methods[title]].values()))
+            half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+            assert cell == f"{values.mean():.1f} ± {half:.1f}"
+        gaps = 100 * np.array([of["pfedlora"][seed] - of["fedproto"][seed] for seed in of["fedproto"]])
+        half = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / len(gaps) ** 0.5
+        ends = f"[{gaps.mean() - half:+.1f}, {gaps.mean() + half:+.1f}]".replace("-", "−")
+        assert line[-1].endswith(ends)
 
 
 def test_a_claim_names_a_horizon_once() -> None:

@@ -259,6 +259,60 @@ def final_values(experiment, method, series):
     return {int(row["seed"]): 100 * float(row["test"]) for row in own if int(row["round"]) == end}
 
 
+class TestStories:
+    """The section on Dolly with a Llama of 260 thousand parameters, from the raw figures by numpy."""
+
+    def losses(self, method, series, end=10):
+        """Loss of each seed after a round; of the clients' models where a method has no model of its server."""
+        with (RESULTS / "evidence" / "stories.csv").open(newline="") as lines:
+            own = [
+                row for row in csv.DictReader(lines) if row["method"] == method and int(row["round"]) == end
+            ]
+        own = [row for row in own if row["series"] == series] or [r for r in own if r["headline"] == "True"]
+        return np.array([float(row["test"]) for row in sorted(own, key=lambda row: int(row["seed"]))])
+
+    def gap(self, first, second, series):
+        """Mean and ends of the paired difference."""
+        gaps = self.losses(first, series) - self.losses(second, series)
+        assert len(gaps) == 20
+        return gaps.mean(), gaps.mean() - half_width(gaps), gaps.mean() + half_width(gaps)
+
+    def test_what_was_predicted(self):
+        text = page("fedhl")
+        leads = []
+        for other in ("flexlora", "hetlora"):
+            mean, low, high = np.negative(self.gap("fedhl_examples", other, "server"))
+            leads.append(f"{mean:.4f} [{high:.4f}, {low:.4f}]")
+        assert f"lower by {leads[0]} and {leads[1]}" in text
+        mean, low, high = self.gap("fedhl", "fedhl_examples", "server")
+        assert f"no difference, {mean:+.4f} [{low:+.4f}, {high:+.4f}]".replace("-", "−") in text
+        assert low < 0 < high
+        mean, low, high = np.negative(self.gap("fedhl", "fedhl_examples", "personal"))
+        assert f"a lower loss, by {mean:.4f} [{high:.4f}, {low:.4f}]" in text
+        assert high > 0
+
+    def test_the_order_of_the_methods(self):
+        methods = ("flora", "fedhl", "flexlora", "hetlora")
+        for better, worse in itertools.pairwise(methods):
+            for series in ("server", "personal"):
+                assert self.gap(better, worse, series)[2] < 0
+        ends = [self.losses(method, "server").mean() for method in methods]
+        start = self.losses("fedhl", "server", 0).mean()
+        assert (
+            f"the loss falls from {start:.2f} by {start - max(ends):.2f} to {start - min(ends):.2f}"
+            in page("fedhl")
+        )
+        for method in methods[1:]:
+            assert self.losses(method, "server").mean() < self.losses(method, "personal").mean()
+        leads = [-self.gap("fedhl", other, "server")[0] for other in ("hetlora", "flexlora")]
+        assert "{:.3f} and {:.3f} for the server's model".format(*leads) in page("fedhl")
+
+    def test_the_first_round_is_flexloras(self):
+        first = [self.losses(method, "server", 1) for method in ("fedhl_examples", "flexlora", "fedhl")]
+        assert (first[0] == first[1]).all()
+        assert (first[0] != first[2]).any()
+
+
 def test_the_low_rank_global_model_against_fedavg():
     """In all experiments with both, at the paper's μ and η_g and λ from 3e-4 to 1e-2."""
     above = count = 0
@@ -387,7 +441,7 @@ def test_the_protocol_names_the_experiments_with_results_of_single_clients():
     named = re.search(r"of every round\) exist for (.*?) and the horizons", page("protocol"), re.DOTALL)
     assert variations is not None
     assert named is not None
-    single = set(re.findall(r"`([\w-]+)`", named[1]))
+    single = set(re.findall(r"`([a-z0-9-]+)`", named[1]))
     endings = "|".join(re.findall(r"-\w+", variations[1]))
     for kind in ("clients", "rounds"):
         names = {
@@ -395,8 +449,8 @@ def test_the_protocol_names_the_experiments_with_results_of_single_clients():
             for path in (RESULTS / "evidence").glob(f"*-{kind}.csv.gz")
         }
         assert single <= names
-        horizons = names - single
-        others = [n for n in horizons if not re.fullmatch(rf"teacher-\d+-(skew|iid)-\d+({endings})*", n)]
+        patterns = rf"teacher-\d+-(skew|iid)-\d+({endings})*", r"digits-(classes|share)-\d+"
+        others = [n for n in names - single if not any(re.fullmatch(p, n) for p in patterns)]
         assert others == []
 
 

@@ -22,7 +22,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-LOSSES = ("floral-synthetic",)
+LOSSES = ("floral-synthetic", "stories")
 
 
 def load(name: str) -> Any:
@@ -47,10 +47,16 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def runs_planned(name: str) -> int:
-    """Test seeds of an experiment: 20 for horizons and routers, 15 in three others, ten on digits, else five."""
+    """Test seeds of an experiment: 20 for horizons, routers and stories, 15 in three others, ten on digits, else five."""
     if name.startswith("teacher-") and any(part in name for part in ("-skew-", "-iid-")):
         return 20
-    others = {"pfedlora-control": 15, "fedslr-mnist-15": 15, "cifar10-2-all": 15, "floral-r-routers": 20}
+    others = {
+        "pfedlora-control": 15,
+        "fedslr-mnist-15": 15,
+        "cifar10-2-all": 15,
+        "floral-r-routers": 20,
+        "stories": 20,
+    }
     return others.get(name, 10 if "digits" in name else 5)
 
 

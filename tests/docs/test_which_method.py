@@ -56,6 +56,17 @@ def test_a_column_of_personal_models_has_one_experiment() -> None:
                 assert re.search(row, section("results/fedslr.md", anchor), re.MULTILINE), (method, cell)
 
 
+def test_the_losses_of_a_language_model_are_those_of_its_section() -> None:
+    known = section("results/fedhl.md", "dolly-with-a-llama-of-260-thousand-parameters")
+    cells = re.findall(
+        r"^\| (\w+) \| .* \| (−0\.\d+ \[.*\]) \|$", section("which-method.md", "lora"), flags=re.MULTILINE
+    )
+    assert [method for method, _ in cells] == ["FLoRA", "FlexLoRA", "FedHL"]
+    for method, cell in cells:
+        (row,) = re.findall(rf"^\| {method} \| .*", known, flags=re.MULTILINE)
+        assert row.split(" | ")[5] == cell  # the server's model minus zero padding's
+
+
 @pytest.mark.parametrize("row", ROWS[2:], ids=[LINK.findall(row[0])[0][0] for row in ROWS[2:]])
 def test_each_number_is_in_the_section_beside_it(row: list[str]) -> None:
     _, choice, baseline, evidence = row
