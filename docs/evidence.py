@@ -38,7 +38,7 @@ from tables.experiments import (
     truncation_table,
 )
 from tables.horizons import choices_table, horizons_table
-from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, find_experiment, read_settings
+from tables.settings import EXPERIMENTS, FIGURES, RESULTS, ROOT, SWEEPS, find_experiment, read_settings
 from tables.sweeps import sweeps_table
 
 from fedlowrank import load_rounds, load_runs
@@ -217,7 +217,7 @@ def write() -> None:
     for page in ("fedhl.md", "fedhl-horizons.md"):
         paste(RESULTS / page, "horizons", horizons_table())
     paste(RESULTS / "fedhl-horizons.md", "choices", choices_table())
-    for swept, mark in (("classes of a client", "classes"), ("clients in a round / %", "shares")):
+    for swept, mark in zip(SWEEPS, ("classes", "shares"), strict=True):
         paste(RESULTS / "pfedlora.md", mark, sweeps_table(swept))
     paste(RESULTS / "index.md", "count", count_verdicts())
     paste(RESULTS / "index.md", "verdicts", verdicts_table())

@@ -40,5 +40,5 @@ def sweeps_table(swept: str) -> str:
 
 def list_common_methods(swept: str) -> list[str]:
     """Methods that all experiments of a sweep have."""
-    first, *others = ([*list_methods(name)] for name in SWEEPS[swept].values())
+    first, *others = (list_methods(name) for name in SWEEPS[swept].values())
     return [method for method in first if all(method in other for other in others)]

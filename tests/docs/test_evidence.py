@@ -423,8 +423,8 @@ def test_an_experiment_of_a_sweep_changes_one_thing() -> None:
         name: f"run.participation={value / 100}" for value, name in shares.items() if name not in changes
     }
     for name, change in changes.items():
-        made = tomllib.loads(ExperimentConfig.read(folder / "series" / f"{name}.toml").to_toml())
-        base = ExperimentConfig.read(folder / "base-digits-series.toml", [change])
+        made = tomllib.loads(ExperimentConfig.read(folder / "sweeps" / f"{name}.toml").to_toml())
+        base = ExperimentConfig.read(folder / "base-digits-sweeps.toml", [change])
         assert {"fedproto", "pfedlora"} <= set(made["compare"])
         assert made == tomllib.loads(base.to_toml()) | {
             key: made[key] for key in ("name", "title", "compare")
