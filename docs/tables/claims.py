@@ -303,7 +303,9 @@ def _estimate_with_label(case: Case, label: str) -> str:
         notes.append("lower is better" if "loss" in label.lower() else "loss (lower is better)")
     notes += [f"{case.judged.n} seeds"] * (case.unit != "runs")
     if case.judged.mark == "open" and any(case.diverged) and not case.judged.low <= 0 <= case.judged.high:
-        notes.append(f"diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}")
+        notes.append(
+            f"open because the better one diverged in {max(case.diverged)} seed{'s' * (max(case.diverged) > 1)}"
+        )
     return f"{case.estimate}<br>{', '.join([label, *notes])}"
 
 

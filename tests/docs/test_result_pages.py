@@ -259,6 +259,22 @@ def final_values(experiment, method, series):
     return {int(row["seed"]): 100 * float(row["test"]) for row in own if int(row["round"]) == end}
 
 
+def test_the_sweeps_against_standalone():
+    """The section on classes of a client says where pFedLoRA is below training alone, by the means and by the interval."""
+    texts = {}
+    for classes in (2, 4, 6, 8, 10):
+        own, other = (
+            final_values(f"digits-classes-{classes}", m, "personal") for m in ("pfedlora", "standalone")
+        )
+        gaps = [own[seed] - other[seed] for seed in range(10)]
+        mean, half = np.mean(gaps), half_width(gaps)
+        assert (mean < -0.25) == (classes > 2)
+        texts[classes] = (
+            f"{mean:.1f} {'points ' * (classes == 6)}[{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−")
+        )
+    assert f"With 6 classes the difference is {texts[6]}, with 10 classes {texts[10]}" in page("pfedlora")
+
+
 class TestStories:
     """The section on Dolly with a Llama of 260 thousand parameters, from the raw figures by numpy."""
 
@@ -299,11 +315,15 @@ class TestStories:
         ends = [self.losses(method, "server").mean() for method in methods]
         start = self.losses("fedhl", "server", 0).mean()
         assert (
-            f"the loss falls from {start:.2f} by {start - max(ends):.2f} to {start - min(ends):.2f}"
+            f"the server's loss falls from {start:.3f} by {start - max(ends):.2f} to {start - min(ends):.2f}"
             in page("fedhl")
         )
         for method in methods[1:]:
             assert self.losses(method, "server").mean() < self.losses(method, "personal").mean()
+        for other, sign in (("flexlora", -1), ("flora", 1)):
+            for series in ("server", "personal"):
+                mean, *ends = (sign * value for value in self.gap("fedhl", other, series))
+                assert f"{mean:.4f} [{min(ends):.4f}, {max(ends):.4f}]" in page("fedhl")
         leads = [-self.gap("fedhl", other, "server")[0] for other in ("hetlora", "flexlora")]
         assert "{:.3f} and {:.3f} for the server's model".format(*leads) in page("fedhl")
 
