@@ -47,13 +47,14 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def runs_planned(name: str) -> int:
-    """Test seeds of an experiment: 20 for horizons, routers and stories, 15 in three others, ten on digits, else five."""
+    """Test seeds of an experiment: 20 for horizons, routers and stories, 15 in four others, ten on digits, else five."""
     if name.startswith("teacher-") and any(part in name for part in ("-skew-", "-iid-")):
         return 20
     others = {
         "pfedlora-control": 15,
         "fedslr-mnist-15": 15,
         "cifar10-2-all": 15,
+        "fedslr-cifar10-15": 15,
         "floral-r-routers": 20,
         "stories": 20,
     }
