@@ -188,7 +188,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         lines.append(table_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
-    unfinished = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
+    unfinished = f"\n\nNot run yet: {'; '.join(missing)}." if missing else ""
     chosen = f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds"
     if all(is_chosen for _, is_chosen, _ in read_tried(FIGURES / f"{name}-tuning.csv")):
         chosen = "one setting, not chosen"

@@ -321,7 +321,7 @@ def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     experiment = ExperimentConfig.read(next(path for path in FILES if path.stem == name))
     sources = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())
     missing = [experiment.method_title(m) for m in experiment.compared_methods if m not in sources]
-    assert (f"Not run yet: {', '.join(missing)}." in page) is bool(missing)
+    assert (f"Not run yet: {'; '.join(missing)}." in page) is bool(missing)
     for row, method in zip(rows, sources, strict=True):
         values = scale * np.array([value for value in last(name, method, {}).values() if not np.isnan(value)])
         half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
