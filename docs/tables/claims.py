@@ -277,7 +277,9 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
     if not cases:
         return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
-    effect = near.reported if near.effects else claim.get("effect", "–")
+    # the paper's effect is the claim's, whichever comparison has it
+    told = [case.reported for case in (near, *cases) if case.effects]
+    effect = told[0] if told else claim.get("effect", "–")
     others = [
         f"<br><small>{_estimate_with_label(case, case.label)}</small>"
         for case in deciding_cases(cases, verdict)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -148,6 +148,12 @@ def _means_of(
     return [c.mean for c in compared], [(c.high - c.low) / 2 for c in compared]
 
 
+def _means_over(names: Iterable[str], series: str | None, method: str) -> tuple[list[float], list[float]]:
+    """Mean test accuracy of a method at the end of each experiment, and half-widths as in :func:`_means_of`."""
+    ends = [_means_of(read_figures(name), series, [method]) for name in names]
+    return [means[0] for means, _ in ends], [halves[0] for _, halves in ends]
+
+
 def draw_page(page: str, path: Path) -> None:
     """Test accuracy of every method with its interval, a panel for each experiment of a page.
 
@@ -240,11 +246,10 @@ def draw_horizons(chosen_by: str, path: Path) -> None:
     for axes, (teacher, rate) in zip(grid.flat, columns, strict=True):
         names = [name_horizon(teacher, f"{rounds}{rate}", chosen_by) for rounds in HORIZONS]
         for place, method in enumerate(list_methods(names[0])):
-            ends = [_means_of(read_figures(name), series, [method]) for name in names]
+            means, halves = _means_over(names, series, method)
             label = read_titles(names[0])[method]
             beside = [rounds * 1.03 ** (place - 3) for rounds in HORIZONS]  # so that none hides another
             style = {"marker": METHOD_MARKERS[place], "ms": 3.5, "lw": 0.9, "capsize": 1.5}
-            means, halves = ([end[k][0] for end in ends] for k in (0, 1))
             axes.errorbar(beside, means, halves, label=label, **style)
         _set_horizons(axes)
         axes.set_xlim(8, 75)
@@ -269,8 +274,7 @@ def draw_sweeps(path: Path) -> None:
     places = {method: place for place, method in enumerate(titles)}
     for axes, (swept, names) in zip(panels, SWEEPS.items(), strict=True):
         for method in list_common_methods(swept):
-            ends = [_means_of(read_figures(name), None, [method]) for name in names.values()]
-            means, halves = ([end[k][0] for end in ends] for k in (0, 1))
+            means, halves = _means_over(names.values(), None, method)
             style = {
                 "marker": METHOD_MARKERS[places[method]],
                 "color": f"C{places[method]}",
