@@ -278,7 +278,9 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
         return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
     # the paper's effect is the claim's, whichever comparison has it
-    told = [case.reported for case in (near, *cases) if case.effects]
+    told = [
+        case.reported + f" {case.unit}" * (case.unit != near.unit) for case in (near, *cases) if case.effects
+    ]
     effect = told[0] if told else claim.get("effect", "–")
     others = [
         f"<br><small>{_estimate_with_label(case, case.label)}</small>"

@@ -119,9 +119,10 @@ class SyntheticMLP(Synthetic):
 class LowRankTeacher(CheckedFields):
     """Classes y = argmax W x with x ~ N(0, I), where W has rank R and equal singular values.
 
-    A linear model that starts at W = 0 needs an update of rank R, no less: clients whose LoRA rank is below R cannot
-    represent it. There is no noise, so the best accuracy is 1. The data have one training and one test part, which
-    any partition and split may divide.
+    A linear model that starts at W = 0 needs W up to a positive scale and a row vector that all classes share, so an
+    update of rank R - 1 or more: clients whose LoRA rank is below that cannot represent it. With rank 1 only two of the classes
+    occur, because the sign of one direction of x decides. There is no noise, so the best accuracy is 1. The data have one
+    training and one test part, which any partition and split may divide.
 
     Attributes:
         inputs: width of x.
