@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -25,6 +26,7 @@ from tables.experiments import (
     paired_differences,
     read_figures,
     read_kept,
+    read_spread,
     results_by_seed,
     running_costs,
     table_row,
@@ -137,8 +139,13 @@ def _judge_case(case: dict[str, Any]) -> Case:
     if "rate" in case:
         judged, unit, lost = judge_rate(*count_successes(case)), "runs", (0, 0)
     else:
-        figures, seeds, measure = read_figures(name), list_seeds(name), case.get("measure", "test")
+        seeds, measure = list_seeds(name), case.get("measure", "test")
+        figures = read_spread(name) if measure == "spread" else read_figures(name)
         sides = case["method"], case["against"]
+        for side in {*sides} - set(figures["method"]):
+            sys.exit(
+                f"a claim of docs/results/evidence.toml compares {side}, which {name} does not have: {case['label']}"
+            )
         pairs = paired_differences(figures, *sides, case.get("series"), measure)
         kept = [len(results_by_seed(figures, side, case.get("series"), measure)) for side in sides]
         lost = len(seeds) - kept[0], len(seeds) - kept[1]

@@ -50,6 +50,14 @@ def read_figures(name: str) -> pd.DataFrame:
     return read_kept(FIGURES, name, keys=("method", "seed", "series", "round"))
 
 
+def read_spread(name: str) -> pd.DataFrame:
+    """The figures with a column ``spread``: the standard deviation of the test accuracy over the clients of a run, last round."""
+    clients = read_kept(FIGURES, name, "-clients.csv.gz", ("method", "seed", "series", "client", "split"))
+    keys = ["method", "seed", "series"]
+    spread = clients[clients["split"] == "test"].groupby(keys)["accuracy"].std().rename("spread")
+    return read_figures(name).join(spread, on=keys)
+
+
 def read_kept(
     figures: Path, name: str, ending: str = ".csv", keys: Sequence[str] = ("method", "seed")
 ) -> pd.DataFrame:
@@ -113,7 +121,8 @@ def paired_differences(
         method: minuend, judged by the series, or by its first where it lacks that series.
         against: subtrahend, judged in the same way.
         series: as in :func:`last_results`.
-        measure: ``test`` or ``worst`` of the last round, or ``curve``, the mean of ``test`` over all rounds.
+        measure: ``test`` or ``spread`` (of :func:`read_spread`) of the last round, or ``curve``, the mean of ``test`` over all
+            rounds.
     """
     own = results_by_seed(figures, method, series, measure)
     return (own - results_by_seed(figures, against, series, measure)).dropna()

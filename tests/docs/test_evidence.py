@@ -244,6 +244,20 @@ def test_an_experiment_runs_in_parts(
     assert float(row.split()[-1]) == 0
 
 
+def test_a_claim_about_a_method_that_has_no_figures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {
+        "experiment": "digits-share-10",
+        "method": "pfedlora",
+        "against": "standalone",
+        "label": "l",
+        "expected": "+",
+    }
+    claim = {"paper": "pFedLoRA", "claim": "c", "cases": [case]}
+    monkeypatch.setattr(claims, "read_claims", lambda: [claim])
+    with pytest.raises(SystemExit, match=r"compares standalone, which digits-share-10 does not have: l$"):
+        claims.judge_claims.__wrapped__()
+
+
 @pytest.mark.full
 def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(path: str, text: str) -> str:

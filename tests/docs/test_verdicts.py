@@ -6,6 +6,7 @@ Nothing of the page's own code is used, except in the tests of its rules on smal
 from __future__ import annotations
 
 import csv
+import gzip
 import importlib
 import itertools
 import json
@@ -61,15 +62,13 @@ def runs_planned(name: str) -> int:
     return others.get(name, 10 if "digits" in name else 5)
 
 
-def curve(
-    name: str, method: str, series: str | None, column: str = "test"
-) -> dict[int, list[tuple[int, float]]]:
+def curve(name: str, method: str, series: str | None) -> dict[int, list[tuple[int, float]]]:
     """Rounds and values of each seed, without the seeds that diverged."""
     own = [row for row in read(name) if row["method"] == method]
     own = [row for row in own if row["series"] == series] or [row for row in own if row["headline"] == "True"]
     actual: dict[int, list[tuple[int, float]]] = {}
     for row in own:
-        actual.setdefault(int(row["seed"]), []).append((int(row["round"]), float(row[column] or "nan")))
+        actual.setdefault(int(row["seed"]), []).append((int(row["round"]), float(row["test"] or "nan")))
     end = max(int(row["round"]) for row in own)
     by_seed = {seed: sorted(values) for seed, values in actual.items()}
     return {seed: v for seed, v in by_seed.items() if v[-1][0] == end and not np.isnan(v[-1][1])}
@@ -78,9 +77,9 @@ def curve(
 def values_of(case: dict[str, Any], side: str) -> dict[int, float]:
     """The measure of each seed of a side of a comparison."""
     measure = case.get("measure", "test")
-    actual = curve(
-        case["experiment"], case[side], case.get("series"), "worst" if measure == "worst" else "test"
-    )
+    if measure == "spread":
+        return spreads(case["experiment"], case[side])
+    actual = curve(case["experiment"], case[side], case.get("series"))
     if measure != "curve":
         return {seed: points[-1][1] for seed, points in actual.items()}
     areas = {}
@@ -90,6 +89,17 @@ def values_of(case: dict[str, Any], side: str) -> dict[int, float]:
             points[-1][0] - points[0][0]
         )
     return areas
+
+
+def spreads(name: str, method: str) -> dict[int, float]:
+    """Standard deviation over the clients' test accuracies of each seed that did not diverge."""
+    accuracies: dict[int, list[float]] = {}
+    with gzip.open(RESULTS / "evidence" / f"{name}-clients.csv.gz", "rt", newline="") as lines:
+        for row in csv.DictReader(lines):
+            if (row["method"], row["split"]) == (method, "test"):
+                accuracies.setdefault(int(row["seed"]), []).append(float(row["accuracy"] or "nan"))
+    finished = curve(name, method, None)
+    return {seed: float(np.std(values, ddof=1)) for seed, values in accuracies.items() if seed in finished}
 
 
 def wilson(k: int, n: int) -> tuple[float, float]:
