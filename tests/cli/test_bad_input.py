@@ -600,6 +600,7 @@ def test_unknown_methods_on_the_command_line(capsys: Capsys) -> None:
     )
     assert "Did you mean 'fedavg'?" in refused(capsys, "list", "fedavgg")
     assert "Did you mean 'fedavg'?" in refused(capsys, "check", "fedavgg")
+    assert "To try a file: `fedlowrank run mine.toml run.rounds=1`" in refused(capsys, "check", "mine.toml")
     assert not Path("runs").exists()
 
 

@@ -94,6 +94,11 @@ def _first_line(cls: object) -> str:
 
 def check(name: str) -> int:
     """Test a method against the contract, and print the findings."""
+    if name.endswith(".toml"):
+        raise ConfigError(
+            f"check tests a method, such as my_method:Own, and {name} is an experiment file. To try a file: "
+            f"`fedlowrank run {name} run.rounds=1`"
+        )
     cls = method_class(name)
     no_default = dataclasses.MISSING
     for f in dataclasses.fields(cls):
