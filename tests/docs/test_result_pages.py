@@ -483,9 +483,47 @@ class TestHorizons:
             f"{-min(low):.1f} below and {max(low):.1f} above"
         ) in page("fedhl")
         assert f"by {least:.0f} to {most:.0f} points" in page("fedhl")
-        assert "above FlexLoRA's in all 24 settings of 20 seeds" in page("index")
 
-    @pytest.mark.parametrize(("rank", "least", "most"), [(1, 2, 2), (8, 28, 31), (24, 32, 32)])
+    def test_the_teacher_of_rank_4(self):
+        """The table of four experiments: a pair of methods in each row."""
+        pairs = {
+            "FedHL by examples minus FlexLoRA": ("fedhl_examples", "flexlora"),
+            "FedHL minus zero padding": ("fedhl", "hetlora"),
+            "FedHL minus FLoRA": ("fedhl", "flora"),
+            "FedHL minus FedHL by examples": ("fedhl", "fedhl_examples"),
+            "FedHL: own models minus the server's": ("fedhl", "fedhl"),
+        }
+        rows = next(rows for head, rows in tables("fedhl-horizons") if head[0] == "server's model, in points")
+        assert [row[0] for row in rows] == list(pairs)
+        for name, *actual in rows:
+            for kind, cell in zip(("short-iid", "short-skew", "held-iid", "held-skew"), actual, strict=True):
+                own, other = (
+                    final_values(f"teacher-4-{kind}", method, series)
+                    for method, series in zip(
+                        pairs[name], ("personal" if "own" in name else "server", "server"), strict=True
+                    )
+                )
+                gaps = [own[seed] - other[seed] for seed in range(20)]
+                mean, half = np.mean(gaps), half_width(gaps)
+                assert cell == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−"), (
+                    name,
+                    kind,
+                )
+        ranks = tomllib.loads((ROOT / "experiments" / "evidence" / "teacher-4-held-iid.toml").read_text())[
+            "lora"
+        ]["ranks"]
+        assert (min(ranks), len(ranks)) == (4, 10)
+        means = [
+            " {:.0f}".format(np.mean(list(final_values(f"teacher-4-{kind}-iid", method, "server").values())))
+            for kind in ("held", "short")
+            for method in ("hetlora", "flexlora", "fedhl", "flora")
+        ]
+        assert "zero padding has{} % (IID), FlexLoRA{}, FedHL{} and FLoRA{}.".format(*means[:4]) in page(
+            "fedhl"
+        )
+        assert "the same task has{},{},{} and{} %".format(*means[4:]) in page("fedhl")
+
+    @pytest.mark.parametrize(("rank", "least", "most"), [(1, 2, 2), (4, 17, 23), (8, 28, 31), (24, 32, 32)])
     def test_classes_that_occur(self, rank, least, most):
         labels = LowRankTeacher(rank=rank, examples=3000, test=6000).load().test.y
         assert least <= len(labels.unique()) <= most

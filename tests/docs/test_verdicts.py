@@ -48,8 +48,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def runs_planned(name: str) -> int:
-    """Test seeds of an experiment: 20 for horizons, routers and stories, 15 in four others, ten on digits, else five."""
-    if name.startswith("teacher-") and any(part in name for part in ("-skew-", "-iid-")):
+    """Test seeds of an experiment: 20 for teachers but the first, routers and stories, 15 in four, 10 on digits, else 5."""
+    if name.startswith("teacher-") and any(part in name for part in ("-skew-", "-iid-", "-4-")):
         return 20
     others = {
         "pfedlora-control": 15,
