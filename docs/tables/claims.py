@@ -235,8 +235,8 @@ DECIDING_MARKS = {
 """Marks that show the reason of a verdict."""
 
 FORMS = {
-    "every": "<br><small>needs all comparisons</small>",
-    "one": "<br><small>one comparison is enough</small>",
+    "every": "<br><small>all must be for it</small>",
+    "one": "<br><small>one with † is enough</small>",
 }
 """What a verdict needs, where the claim is no direction; see ``judge_claim``."""
 
@@ -346,8 +346,8 @@ def count_verdicts() -> str:
     matched = sum(bool(cases) and nearest_case(cases).is_matched for _, cases, _ in judged)
     judged_count = sum(bool(cases) for _, cases, _ in judged)
     return (
-        f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. The nearest comparison has the paper's own "
-        f"task for {matched} of {judged_count} claims; the other tasks are *proxies*, which are smaller or have other data."
+        f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. Of the {judged_count} with an interval, {matched} "
+        f"has the paper's own task in its nearest comparison; the other tasks are *proxies*, which are smaller or have other data."
         + " One more row of the tables is a question of this page and no claim of a paper."
         * (others == 1)
     )
