@@ -346,8 +346,9 @@ def count_verdicts() -> str:
     matched = sum(bool(cases) and nearest_case(cases).is_matched for _, cases, _ in judged)
     judged_count = sum(bool(cases) for _, cases, _ in judged)
     return (
-        f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. Of the {judged_count} with an interval, {matched} "
-        f"has the paper's own task in its nearest comparison; the other tasks are *proxies*, which are smaller or have other data."
+        f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. Of the {judged_count} with an interval, "
+        f"{matched} has the paper's own task in its nearest comparison; the other tasks are *proxies*, which are smaller or have "
+        "other data."
         + " One more row of the tables is a question of this page and no claim of a paper."
         * (others == 1)
     )
