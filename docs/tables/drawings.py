@@ -5,7 +5,9 @@ A part of ``docs/evidence.py``, which is the command; this file is only imported
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -413,9 +415,18 @@ def _set_style() -> None:
 
 
 def _save(path: Path) -> None:
-    """Write the current figure without its date, so that the same figure is the same file."""
-    plt.savefig(path, metadata={"Date": None})
+    """Write the current figure without its date, so that the same figure is the same file.
+
+    The names of clip paths are hashes of their places with more digits than are printed, in which the solver of the layout
+    differs from run to run; they become numbers.
+    """
+    buffer = io.StringIO()
+    plt.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close()
+    svg = buffer.getvalue()
+    for number, name in enumerate(re.findall(r'<clipPath id="(\w+)">', svg)):
+        svg = svg.replace(name, f"clip{number}")
+    path.write_text(svg)
 
 
 def draw() -> None:

@@ -157,3 +157,17 @@ def test_markers_stand_around_their_own_label(monkeypatch, tmp_path):
         assert math.isclose(sum(ys) / len(ys), row, abs_tol=1e-9)
         assert max(abs(y - row) for y in ys) < 0.3
         assert len(set(ys)) == len(ys)
+
+
+def test_a_layout_that_differs_in_digits_that_are_not_printed_is_the_same_file(tmp_path: Path) -> None:
+    drawings._set_style()
+    for name, start in (("one", 0.1), ("again", 0.1 + 1e-13)):
+        figure = drawings.plt.figure()
+        for low in (0.1, 0.6):
+            figure.add_axes((start, low, 0.8, 0.3)).plot([0.0, 1.0], [1.0, 0.0])
+        drawings._save(tmp_path / name)
+    one = (tmp_path / "one").read_text()
+    assert one == (tmp_path / "again").read_text()
+    assert {"url(#clip0)", "url(#clip1)"} <= {
+        f"url(#{part.split(')')[0]})" for part in one.split("url(#")[1:]
+    }
