@@ -123,7 +123,7 @@ def test_which_method_quotes_the_results_pages() -> None:
     text = (DOCS / "which-method.md").read_text()
     quoted = re.findall(r"(\d+\.\d) ± (\d+\.\d)", text)
     assert len(quoted) > 20
-    pages = " ".join((DOCS / path).read_text() for path in set(re.findall(r"\]\((results/\w+\.md)", text)))
+    pages = " ".join((DOCS / path).read_text() for path in set(re.findall(r"\]\((results/[\w-]+\.md)", text)))
     known = [tuple(map(float, pair)) for pair in re.findall(r"(\d+\.\d+) ± (\d+\.\d+)", pages)]
     for mean, half in quoted:
         assert any(abs(float(mean) - m) < 0.0501 and abs(float(half) - h) < 0.0501 for m, h in known), (
