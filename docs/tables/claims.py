@@ -347,8 +347,8 @@ def count_verdicts() -> str:
     judged_count = sum(bool(cases) for _, cases, _ in judged)
     return (
         f"Of {len(found)} claims of the four papers {', '.join(first)}, and {last}. Of the {judged_count} with an interval, "
-        f"{matched} has the paper's own task in its nearest comparison; the other tasks are *proxies*, which are smaller or have "
-        "other data."
+        f"{matched} {'has' if matched == 1 else 'have'} the paper's own task in the nearest comparison; the other tasks are "
+        "*proxies*, which are smaller or have other data."
         + " One more row of the tables is a question of this page and no claim of a paper."
         * (others == 1)
     )
