@@ -502,6 +502,49 @@ class TestHorizons:
         ) in page("fedhl")
         assert f"by {least:.0f} to {most:.0f} points" in page("fedhl")
 
+    def test_the_summary_of_the_teacher_of_rank_4(self):
+        """The ranges in the bullets are the ends of both experiments with, and of both without, clients of a lower rank."""
+
+        def ends(first, second, kind):
+            gaps = []
+            for split in ("iid", "skew"):
+                own, other = (
+                    final_values(f"teacher-4-{kind}-{split}", method, "server") for method in (first, second)
+                )
+                gaps.append(abs(np.mean([own[seed] - other[seed] for seed in range(20)])))
+            return "{:.0f} to {:.0f}".format(*sorted(gaps))
+
+        padding, flexlora = (
+            [ends("fedhl", other, kind) for kind in ("short", "held")] for other in ("hetlora", "flexlora")
+        )
+        alone = [ends("fedhl_examples", "flexlora", kind) for kind in ("short", "held")]
+        assert "{} points above with six of ten clients of a lower rank, and {} below with none".format(
+            *padding
+        ) in page("index")
+        assert "on the task of rank 4 {} above and {} below".format(*alone) in page("index")
+        assert (
+            f"is {padding[0]} points above zero padding's and {flexlora[0]} above FlexLoRA's. If no client has a lower rank, "
+            f"it is {padding[1]} points below zero padding's and {flexlora[1]} below FlexLoRA's."
+        ) in page("fedhl")
+
+    def test_the_counts_of_weights_by_truncation_errors(self):
+        (row,) = (
+            [cell.strip() for cell in line.split("|")]
+            for line in (RESULTS / "index.md").read_text().splitlines()
+            if line.startswith("| [Weights by truncation errors are better than weights by examples")
+        )
+        better, level, against = ([int(number) for number in re.findall(r"\d+", cell)] for cell in row[6:9])
+        n = better[0] + level[0] + against[0]
+        assert better == [2, 1]
+        assert (
+            f"make the server's model worse than weights by examples in {against[0]} of {n} settings ({against[1]} after "
+            "correction), and better in two (one)"
+        ) in page("index")
+        assert (
+            f"in two of {n} comparisons of the server's model** (rank 4, no client of a lower rank), and worse in {against[0]} "
+            f"(one and {against[1]} after correction)"
+        ) in page("fedhl")
+
     def test_the_teacher_of_rank_4(self):
         """The table of four experiments: a pair of methods in each row."""
         pairs = {
