@@ -375,6 +375,7 @@ def test_what_was_predicted_of_cifar10_with_15_seeds():
         (mixed, "fedper", "less than 3 above FedPer, as predicted ({})"),
         (mixed, "ditto", "more than 2 above Ditto is not shown (+{}, {} seeds)"),
         (gkr, "fedavg", "within 3 points of FedAvg's model, as predicted ({})"),
+        (gkr, "feddyn", "and of FedDyn's ({})"),
     ):
         other = final_values("fedslr-cifar10-15", method, "personal")
         gaps = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
