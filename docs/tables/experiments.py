@@ -50,6 +50,7 @@ def read_figures(name: str) -> pd.DataFrame:
     return read_kept(FIGURES, name, keys=("method", "seed", "series", "round"))
 
 
+@cache
 def read_spread(name: str) -> pd.DataFrame:
     """The figures with a column ``spread``: the standard deviation of the test accuracy over the clients of a run, last round."""
     clients = read_kept(FIGURES, name, "-clients.csv.gz", ("method", "seed", "series", "client", "split"))

@@ -261,20 +261,28 @@ def final_values(experiment, method, series):
     return {int(row["seed"]): 100 * float(row["test"]) for row in own if int(row["round"]) == end}
 
 
+def paired(experiment, first, second):
+    """Differences of two methods' last results by seed, in points; each is a method and a series."""
+    own, other = (final_values(experiment, *side) for side in (first, second))
+    return [own[seed] - other[seed] for seed in own.keys() & other.keys()]
+
+
+def estimate(gaps) -> str:
+    """Mean and 95 % interval as the pages print them."""
+    mean, half = np.mean(gaps), half_width(gaps)
+    return f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−")
+
+
 def test_the_sweeps_against_standalone():
     """The section on classes of a client says where pFedLoRA is below training alone, by the means and by the interval."""
     texts = {}
     for classes in (2, 4, 6, 8, 10):
-        own, other = (
-            final_values(f"digits-classes-{classes}", m, "personal") for m in ("pfedlora", "standalone")
-        )
-        gaps = [own[seed] - other[seed] for seed in range(10)]
-        mean, half = np.mean(gaps), half_width(gaps)
-        assert (mean < -0.25) == (classes > 2)
-        texts[classes] = (
-            f"{mean:.1f} {'points ' * (classes == 6)}[{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−")
-        )
-    assert f"With 6 classes the difference is {texts[6]}, with 10 classes {texts[10]}" in page("pfedlora")
+        gaps = paired(f"digits-classes-{classes}", ("pfedlora", "personal"), ("standalone", "personal"))
+        assert len(gaps) == 10
+        assert (np.mean(gaps) < -0.25) == (classes > 2)
+        texts[classes] = estimate(gaps)
+    six = texts[6].replace(" ", " points ", 1)
+    assert f"With 6 classes the difference is {six}, with 10 classes {texts[10]}" in page("pfedlora")
 
 
 class TestStories:
@@ -343,8 +351,7 @@ def test_the_low_rank_global_model_against_fedavg():
         for method in (
             methods.keys() & {"lam_3e-4", "lam_1e-3", "lam_3e-3", "lam_1e-2"} if "fedavg" in methods else ()
         ):
-            own, other = final_values(path.stem, method, "gkr"), final_values(path.stem, "fedavg", "gkr")
-            gaps = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
+            gaps = paired(path.stem, (method, "gkr"), ("fedavg", "gkr"))
             count += 1
             above += np.mean(gaps) > half_width(gaps)
     assert (above, count) == (1, 14)
@@ -353,35 +360,27 @@ def test_the_low_rank_global_model_against_fedavg():
 
 def test_the_low_rank_global_model_against_scaffold():
     """λ = 3e-3 saves half of the downlink; it counts beside 1e-3, which saves nothing."""
-    other = final_values("fedslr-mnist-15", "scaffold", "personal")
     said = []
     for method in ("lam_1e-3", "lam_3e-3"):
-        own = final_values("fedslr-mnist-15", method, "gkr")
-        gaps = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
-        mean, half = np.mean(gaps), half_width(gaps)
+        gaps = paired("fedslr-mnist-15", (method, "gkr"), ("scaffold", "personal"))
         assert len(gaps) == 15
-        said.append(f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]")
+        said.append(estimate(gaps))
     assert "by {} and {}, which is not above FedAvg's".format(*said) in page("fedslr")
     means = [text.split()[0] for text in said]
     assert "by {} points at λ = 1e-3 (1 % less downlink) and {} at 3e-3".format(*means) in page("index")
 
 
 def test_what_was_predicted_of_cifar10_with_15_seeds():
-    mixed = final_values("fedslr-cifar10-15", "lam_3e-3", "mixed")
-    gkr = final_values("fedslr-cifar10-15", "lam_3e-3", "gkr")
     text = page("fedslr")
-    for own, method, said in (
-        (mixed, "fedavg", "more than 10 points above FedAvg, as predicted ({})"),
-        (mixed, "fedper", "less than 3 above FedPer, as predicted ({})"),
-        (mixed, "ditto", "more than 2 above Ditto is not shown (+{}, {} seeds)"),
-        (gkr, "fedavg", "within 3 points of FedAvg's model, as predicted ({})"),
-        (gkr, "feddyn", "and of FedDyn's ({})"),
+    for series, method, said in (
+        ("mixed", "fedavg", "more than 10 points above FedAvg, as predicted ({})"),
+        ("mixed", "fedper", "less than 3 above FedPer, as predicted ({})"),
+        ("mixed", "ditto", "more than 2 above Ditto is not shown (+{}, {} seeds)"),
+        ("gkr", "fedavg", "within 3 points of FedAvg's model, as predicted ({})"),
+        ("gkr", "feddyn", "and of FedDyn's ({})"),
     ):
-        other = final_values("fedslr-cifar10-15", method, "personal")
-        gaps = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
-        mean, half = np.mean(gaps), half_width(gaps)
-        estimate = f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−")
-        assert said.format(estimate, len(gaps)) in text
+        gaps = paired("fedslr-cifar10-15", ("lam_3e-3", series), (method, "personal"))
+        assert said.format(estimate(gaps), len(gaps)) in text
 
 
 class TestAllTestImages:
@@ -485,23 +484,22 @@ class TestHorizons:
         for rank in (24, 8, 1):
             for kind, end, rate in itertools.product(("skew", "iid"), (10, 20, 60), ("", "-cosine")):
                 name = f"teacher-{rank}-{kind}-{end}{rate}"
-                own, other = (
-                    final_values(name, method, "server") for method in ("fedhl_examples", "flexlora")
-                )
-                values = [own[seed] - other[seed] for seed in range(20)]
-                gaps[name] = np.mean(values), half_width(values)
-        high = sorted(gap for name, gap in gaps.items() if not name.startswith("teacher-1-"))
-        assert (len(high), sum(mean > half for mean, half in high)) == (24, 24)
-        (least, first), (most, last) = high[0], high[-1]
-        assert gaps["teacher-8-skew-60"] == high[0]
-        assert gaps["teacher-8-iid-60-cosine"] == high[-1]
-        low = [mean for name, (mean, _) in gaps.items() if name.startswith("teacher-1-")]
+                gaps[name] = paired(name, ("fedhl_examples", "server"), ("flexlora", "server"))
+                assert len(gaps[name]) == 20
+        high = sorted(
+            (name for name in gaps if not name.startswith("teacher-1-")), key=lambda n: np.mean(gaps[n])
+        )
+        assert len(high) == 24
+        assert all(np.mean(gaps[name]) > half_width(gaps[name]) for name in high)
+        assert (high[0], high[-1]) == ("teacher-8-skew-60", "teacher-8-iid-60-cosine")
+        least, most = gaps[high[0]], gaps[high[-1]]
+        low = [np.mean(values) for name, values in gaps.items() if name.startswith("teacher-1-")]
+        highest = estimate(most).replace(" ", " points ", 1)
         assert (
-            f"by {least:.1f} [{least - first:.1f}, {least + first:.1f}] (rank 8, skewed, 60 rounds) to {most:.1f} points "
-            f"[{most - last:.1f}, {most + last:.1f}] (rank 8, IID, 60 rounds, cosine). With rank 1 it is between "
-            f"{-min(low):.1f} below and {max(low):.1f} above"
+            f"by {estimate(least)} (rank 8, skewed, 60 rounds) to {highest} (rank 8, IID, 60 rounds, cosine). With rank 1 it "
+            f"is between {-min(low):.1f} below and {max(low):.1f} above"
         ) in page("fedhl")
-        assert f"by {least:.0f} to {most:.0f} points" in page("fedhl")
+        assert f"by {np.mean(least):.0f} to {np.mean(most):.0f} points" in page("fedhl")
 
     def test_the_summary_of_the_teacher_of_rank_4(self):
         """The ranges in the bullets are the ends of both experiments with, and of both without, clients of a lower rank."""
@@ -509,10 +507,9 @@ class TestHorizons:
         def ends(first, second, kind):
             gaps = []
             for split in ("iid", "skew"):
-                own, other = (
-                    final_values(f"teacher-4-{kind}-{split}", method, "server") for method in (first, second)
-                )
-                gaps.append(abs(np.mean([own[seed] - other[seed] for seed in range(20)])))
+                values = paired(f"teacher-4-{kind}-{split}", (first, "server"), (second, "server"))
+                assert len(values) == 20
+                gaps.append(abs(np.mean(values)))
             return "{:.0f} to {:.0f}".format(*sorted(gaps))
 
         padding, flexlora = (
@@ -559,18 +556,11 @@ class TestHorizons:
         assert [row[0] for row in rows] == list(pairs)
         for name, *actual in rows:
             for kind, cell in zip(("short-iid", "short-skew", "held-iid", "held-skew"), actual, strict=True):
-                own, other = (
-                    final_values(f"teacher-4-{kind}", method, series)
-                    for method, series in zip(
-                        pairs[name], ("personal" if "own" in name else "server", "server"), strict=True
-                    )
-                )
-                gaps = [own[seed] - other[seed] for seed in range(20)]
-                mean, half = np.mean(gaps), half_width(gaps)
-                assert cell == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]".replace("-", "−"), (
-                    name,
-                    kind,
-                )
+                first, second = pairs[name]
+                series = "personal" if "own" in name else "server"
+                gaps = paired(f"teacher-4-{kind}", (first, series), (second, "server"))
+                assert len(gaps) == 20
+                assert cell == estimate(gaps), (name, kind)
         ranks = tomllib.loads((ROOT / "experiments" / "evidence" / "teacher-4-held-iid.toml").read_text())[
             "lora"
         ]["ranks"]
