@@ -234,7 +234,7 @@ class LocalData:
 def gather(
     examples: Examples, index: Tensor, step: int = 0, columns: int | None = None, loss: Loss = AUTO
 ) -> Batch:
-    """Gather the batch of some examples: images in the fastest layout, texts without needless padding.
+    """Gather the batch of some examples, texts without needless padding.
 
     Args:
         examples: all examples.
@@ -251,7 +251,7 @@ def gather(
         if _width(examples) is not None:
             picked, y = trim_padding(picked, y) if columns is None else truncate_columns(picked, y, columns)
         return Batch(picked, y, step=step, loss=loss)
-    return Batch(channels_last(x.index_select(0, index)), y, step=step, loss=loss)
+    return Batch(x.index_select(0, index), y, step=step, loss=loss)
 
 
 BatchSize = tuple[int, ...]
@@ -265,8 +265,3 @@ def size_of(batch: Batch) -> BatchSize:
 
 def _text(x: Any) -> bool:
     return isinstance(x, dict) and "attention_mask" in x and x["attention_mask"].ndim in (2, 3)
-
-
-def channels_last(t: Tensor) -> Tensor:
-    """Convert images to the layout in which convolutions are fastest."""
-    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t

@@ -15,7 +15,6 @@ from ..core.errors import TaskError
 from ..core.learning.batch_losses import check_loss
 from ..core.learning.optimizer import SGD, OptimizerState, Rates, clip
 from .kept_optimizers import slot_like
-from .local_data import channels_last
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class PassSteps:
     Attributes:
         params_tree: tree of the trained parameters.
         params: tensors of ``params_tree``.
-        constants: constants of the request, in the fastest memory layout.
+        constants: constants of the request.
         rates: learning rate and weight decay of each tensor, before the schedule within the pass.
         is_scheduled: whether the learning rate changes within the pass.
         slots: values that the optimizer keeps, lists with an entry for each tensor; None before the tensor's first
@@ -48,15 +47,15 @@ class PassSteps:
     def __init__(self, request: Request, round: int, steps: int = 1, copy: bool = True) -> None:
         self.request = request
         start = list(tree.leaves(request.start))
-        copies = [t.detach().clone() if copy else t.detach() for _, t in start]
-        self.params = [channels_last(t).requires_grad_() for t in copies]
+        copies = [_writable_copy(t, copy) for _, t in start]
+        self.params = [t.requires_grad_() for t in copies]
         self.params_tree = refill(request.start, self.params)
-        self.constants = layout(request.constants)
+        self.constants = request.constants
         self.rates = request.optimizer.rates([path for path, _ in start], round)
         term = ProximalTerm() if request.proximal_term is None else request.proximal_term
         self.strength = term.strength
-        self.center = None if not term.strength else tensors_like(request.start, layout(term.center))
-        self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
+        self.center = None if not term.strength else tensors_like(request.start, term.center)
+        self.linear = None if term.linear is None else tensors_like(request.start, term.linear)
         self.slots: list[list[Tensor | None]] = []
         self.step_counts = [0] * len(self.params)
         previous_state = None if request.kept is None else request.kept.state
@@ -226,18 +225,13 @@ class PassSteps:
 
 
 def _writable_copy(t: Tensor, copy: bool) -> Tensor:
-    """Return a tensor that steps may change in place, in the fastest memory layout."""
-    return channels_last(t.detach().clone() if copy else t.detach())
+    """Return a tensor that steps may change in place."""
+    return t.detach().clone(memory_format=torch.contiguous_format) if copy else t.detach()
 
 
 def densify(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Convert sparse gradients, such as those of ``nn.Embedding(sparse=True)``, to dense ones."""
     return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
-
-
-def layout(value: T) -> T:
-    """Convert a tree to the memory layout in which convolutions are fastest; no value changes."""
-    return tree.map_leaves(channels_last, value)
 
 
 def refill(template: T, tensors: Iterable[Tensor]) -> T:

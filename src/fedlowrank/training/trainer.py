@@ -28,7 +28,7 @@ from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
 from .hook_calls import refuse_in_place
 from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
-from .steps import PassSteps, layout
+from .steps import PassSteps
 
 T = TypeVar("T")
 
@@ -302,7 +302,6 @@ class LocalTrainer:
         sizes: Counter[BatchSize] = Counter()
         call = f"the statistic of view.sum_over_data ({self.data.info.title}, round {self.round + 1})"
         unchanged = refuse_in_place(call, params=params, constants=constants)
-        params = layout(params)
         kind = self.kind_of(statistic, params, constants)
         is_standard = self.uses_standard_code(statistic)
         counting = self._counting(kind, is_standard)

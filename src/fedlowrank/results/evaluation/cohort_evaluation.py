@@ -13,12 +13,12 @@ from ...core.contract import ClientInfo, ClientModel, ClientView, EngineModel
 from ...core.contract.client_model import Predictor
 from ...core.contract.download_cache import Downloads
 from ...core.contract.training_request import Trainer
+from ...models.standard import channels_last
 from ...training.client_tensors.client_tensor import NoRuleError, with_rows
 from ...training.client_tensors.control_flow import DifferingError, split_clients
 from ...training.cohorts.closeness import full_precision, is_close
 from ...training.cohorts.cohort_view import Cohort
 from ...training.kept_optimizers import split_optimizers
-from ...training.local_data import channels_last
 from ..client_metrics import Metric
 from ..client_numbers import SPLITS
 from ..measurements import ClientTable

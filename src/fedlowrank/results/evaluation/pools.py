@@ -13,7 +13,8 @@ from ...core.learning.losses import AUTO, Loss
 from ...data.dataset import ClientData, Examples
 from ...data.federation import Federation
 from ...models.coupling import mixes_examples
-from ...training.local_data import channels_last, chunk_size
+from ...models.standard import channels_last
+from ...training.local_data import chunk_size
 from ..client_numbers import SPLITS
 
 MAX_CACHED_BYTES = 1 << 30

@@ -25,7 +25,7 @@ from ...core.learning.losses import AUTO, Loss, class_axis
 from ...core.learning.preference_losses import difference_of_chosen
 from ...core.tree import wide_type
 from ...data.dataset import ClientData, Examples
-from ...training.local_data import MAX_CHUNK, channels_last, chunk_size, gather
+from ...training.local_data import MAX_CHUNK, chunk_size, gather
 from ..client_metrics import Metric, compute_metric, has_standard_scores
 from ..client_numbers import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 from .pools import ScoringPool, list_sets
@@ -368,4 +368,4 @@ def _slice(examples: Examples, start: int, stop: int) -> Batch:
     """Slice consecutive examples; texts without needless padding, other inputs without a copy."""
     if isinstance(examples.x, dict):
         return gather(examples, torch.arange(start, stop, device=examples.y.device))
-    return Batch(channels_last(examples.x[start:stop]), examples.y[start:stop])
+    return Batch(examples.x[start:stop], examples.y[start:stop])

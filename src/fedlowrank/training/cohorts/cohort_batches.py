@@ -14,8 +14,9 @@ from torch import Tensor
 from ...core.contract import Batch
 from ...core.learning.losses import IGNORE_INDEX, Loss
 from ...data.pixels import Pixels
+from ...models.standard import channels_last
 from ..client_tensors.client_tensor import NoRuleError
-from ..local_data import LocalData, channels_last, gather
+from ..local_data import LocalData, gather
 
 
 class BufferPool:
