@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import multiprocessing
 import os
 import pickle
 import signal
@@ -300,6 +301,43 @@ def test_workers_see_what_user_code_sees_now(user_code: str, monkeypatch: pytest
         ends.append(tree.encode(run.state.server))
         engine.close()
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("change", ["a slope", "a dropout that ends"])
+def test_workers_see_the_options_of_layers_as_they_are_now(change: str) -> None:
+    ends = []
+    for engine in (Processes(), Sequential()):
+        data = [(c.train.x, c.train.y) for c in small_federation(False).clients]
+        rectifier, dropout = nn.LeakyReLU(0.5), nn.Dropout(0.5 if "dropout" in change else 0.0)
+        network = nn.Sequential(nn.Linear(6, 8), rectifier, dropout, nn.Linear(8, 3))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            for layer in (network[0], network[3]):
+                layer.reset_parameters()
+        federation = Federation.from_arrays(data, network, classes=3)
+        run = Run(FedAvg(), federation, RunSettings(rounds=3, evaluate_every=10), engine)
+        for round_ in range(3):
+            if change == "a slope":
+                rectifier.negative_slope = 0.5 / (1 + round_)
+            elif round_ == 1:
+                dropout.p = 0.0
+            run.step()
+        ends.append(tree.encode(run.state.server))
+        engine.close()
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("engine", ["auto", "processes"])
+def test_a_daemon_forks_no_workers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker of multiprocessing.Pool, which may have no children."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    federation = small_federation(False)
+    if engine == "processes":
+        with pytest.raises(ConfigError, match=r"in a daemonic one.*engine = 'sequential'"):
+            simulate("fedavg", federation, rounds=1, engine=engine)
+    else:
+        assert not processes.can_fork()
+        assert simulate("fedavg", federation, rounds=1, engine=engine).rounds
 
 
 def test_a_limit_of_the_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.simulate import simulate
 from tests.methods.setting import KINDS
 from tests.support.standard_layers import standard_layers
 
@@ -194,8 +195,48 @@ def test_new_initial_values_leave_them_as_they_are() -> None:
     assert not any(torch.equal(t, model.initial[n]) for n, t in other.items())
 
 
+def test_new_initial_values_are_those_of_a_constructor_where_a_layer_has_a_rule_for_its_parts() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
+
+    drawn = Architecture("net", Attention(), EXAMPLE).reinitialize(Key((5,)))
+    # PyTorch's rule: the bias of the inner linear layer is zero
+    assert not drawn["attention.out_proj.bias"].any()
+    assert drawn["attention.out_proj.weight"].any()
+
+
 def test_a_model_that_is_frozen_whole_is_refused() -> None:
     with pytest.raises(TaskError, match=r"model net: all its parameters are frozen \(requires_grad=False\)"):
         Architecture("net", Net().requires_grad_(False), EXAMPLE)
     with pytest.raises(TaskError, match="all its parameters are frozen"):
         federation(lambda: Net().requires_grad_(False))
+
+
+@pytest.mark.parametrize("change", ["frozen", "thawed", "loaded"])
+def test_a_module_that_has_changed_since_the_federation_was_made_is_refused(change: str) -> None:
+    module = Net()
+    made = federation(module)
+    if change == "loaded":
+        module.load_state_dict(Net().state_dict())
+    elif change == "frozen":
+        module.middle.requires_grad_(False)
+    else:
+        module.base.requires_grad_(True)
+    with pytest.raises(TaskError, match="its module has changed since the federation was made"):
+        simulate("fedavg", made, rounds=1)
+    assert simulate("fedavg", federation(module), rounds=1).rounds
+
+
+def test_loading_trained_parameters_afterwards_changes_no_later_run() -> None:
+    """As after a run, to use the module in a notebook."""
+    module = Net()
+    made = federation(module)
+    first = simulate("fedavg", made, rounds=1)
+    module.load_state_dict(first.run.state.server, strict=False)
+    again = simulate("fedavg", made, rounds=1)
+    assert tree.equal(first.run.state.server, again.run.state.server)

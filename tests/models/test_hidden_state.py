@@ -342,7 +342,7 @@ class Reassigned(MeanTeacher):
 class Late(MeanTeacher):
     """Begins after some training passes, so that the check of the federation does not see it."""
 
-    begins_at = 4
+    begins_at = 5
 
 
 @pytest.mark.parametrize("kind", [MeanTeacher, Reassigned])
@@ -501,3 +501,44 @@ class Converging(Net):
 def test_a_forward_that_iterates_until_it_converges_ends() -> None:
     federation = made(Converging)
     assert "is without hidden state" in federation.architectures["model"].cache
+
+
+# -- buffers that are not tensors all the time ----------------------------------------------------------------
+
+
+class Filled(Net):
+    """A mean that is unknown before the first step."""
+
+    mean: Tensor | None
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", None)
+
+    def middle(self, h: Tensor) -> Tensor:
+        if self.training:
+            mean = h.detach().mean(0)
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return h if self.mean is None else h - self.mean
+
+
+class Emptied(Net):
+    mean: Any
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", torch.zeros(8))
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.mean = None
+        return h
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Filled, "'mean'.*a buffer that is None at first and must begin as a tensor"),
+        (Emptied, "sets the buffer mean.*None"),
+    ],
+)
+def test_a_buffer_begins_and_stays_a_tensor(module: type[Net], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        simulate(FEDAVG, made(module()), rounds=1)

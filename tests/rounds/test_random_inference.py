@@ -34,7 +34,8 @@ class Noisy(nn.Module):
 
 def measure_backdoor(run: Run) -> Tensor:
     attack = Attack("backdoor", target=0)
-    return torch.tensor(backdoor_success(run.federation, run.federation.infos, attack, run.local_model))
+    federation = run.federation
+    return torch.tensor(backdoor_success(federation, federation.infos, attack, 1.0, run.local_model))
 
 
 def represent(run: Run) -> Tensor:

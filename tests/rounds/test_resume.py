@@ -914,6 +914,10 @@ def test_an_interrupt_while_the_best_state_is_written_does_not_lose_it(tmp_path:
     assert read_rounds(folder) == read_rounds(tmp_path / "whole")
 
 
+SEPARATED = "line\u2028line\u2029line\u0085line\nend"
+"""Line separators that JSON leaves in a string as they are, and one that it escapes."""
+
+
 class Companion:
     """Writes adapters and answers like a language model, and ends the run the first time it does."""
 
@@ -925,7 +929,7 @@ class Companion:
 
     def answer(self, run: Any) -> list[dict[str, Any]]:
         self._call("answers", run.round)
-        return [{"round": run.round, "model": "server", "prompt": "p", "answer": "a"}]
+        return [{"round": run.round, "model": "server", "prompt": "p", "answer": SEPARATED}]
 
     def write(self, run: Any, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -956,7 +960,7 @@ def test_an_end_while_adapters_or_answers_are_written_loses_neither_them_nor_a_r
     simulate("fedavg", federation, folder=folder, resume=True, on_round=trained.append, **given)
     assert (trained, files_of(folder)) == ([], before)
     assert (folder / "adapters" / "round-0003" / "server").read_text() == "whole"
-    assert [row["round"] for row in read_answers(folder)] == [0, 3]
+    assert [(row["round"], row["answer"]) for row in read_answers(folder)] == [(0, SEPARATED), (3, SEPARATED)]
     # what is complete is not generated again
     assert companion.calls.count(("answers", 3)) == (2 if ends_in == "answers" else 1)
 

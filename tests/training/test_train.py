@@ -19,7 +19,7 @@ from fedlowrank.core.contract.contribution import mean
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.batch_losses import cross_entropy
-from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule, clip
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import ClientJob, client_view
@@ -503,3 +503,11 @@ def test_a_pass_may_end_after_a_number_of_steps() -> None:
     assert whole.steps("local") == len(whole.order("local")) == 6
     assert cut.steps("local") == len(cut.order("local")) == 4
     assert all(torch.equal(a, b) for a, b in zip(cut.order("local"), whole.order("local"), strict=False))
+
+
+def test_clipping_keeps_the_type_of_each_gradient() -> None:
+    """A factor from gradients of float64 would widen a gradient without axes, as PyTorch promotes types."""
+    grads = [torch.tensor(3.0), torch.tensor([4.0], dtype=torch.float64)]
+    clipped = clip(grads, 1.0)
+    assert [g.dtype for g in clipped] == [torch.float32, torch.float64]
+    assert [g.sum().item() for g in clipped] == pytest.approx([0.6, 0.8])

@@ -574,7 +574,8 @@ class Normalized(Base):
         return actual
 
 
-COUPLED: dict[str, Callable[[], Base]] = {
+COUPLED: dict[str, Callable[[], nn.Module]] = {
+    "standard layers": lambda: nn.Sequential(nn.Linear(6, 8), nn.Softmax(dim=0), nn.Linear(8, 3)),
     **{
         kind.__name__: kind
         for kind in (ManifoldMixup, SpectralNorm, ModeCounter, MovingMean, MeanTeacher, DataDependent)
@@ -584,7 +585,7 @@ COUPLED: dict[str, Callable[[], Base]] = {
     "of batches": lambda: Normalized(nn.BatchNorm1d(8, track_running_stats=False)),
     "synchronized": lambda: Normalized(nn.SyncBatchNorm(8)),
 }
-SINGLE: dict[str, Callable[[], Base]] = {
+SINGLE: dict[str, Callable[[], nn.Module]] = {
     **{kind.__name__: kind for kind in MODULES if kind.__name__ not in COUPLED},
     "layer": lambda: Normalized(nn.LayerNorm(1)),
     "group": lambda: Normalized(nn.GroupNorm(2, 8)),

@@ -78,6 +78,16 @@ def test_label_flip_changes_training_labels_alone() -> None:
     assert (actual.notes, actual.quarter_turns) == (("a note",), 3)
 
 
+@pytest.mark.parametrize("ignored", [-100, 2, 255])
+def test_a_label_that_does_not_count_is_neither_flipped_nor_tested(ignored: int) -> None:
+    y = torch.tensor([0, 1, ignored, 3, 0, ignored])
+    data = client_data(random(6, 1, 6, 6), y)
+    flipped = poison(data, Attack("label_flip"), 4, KEY, ignored=ignored).train.y
+    assert flipped.tolist() == [3, 2, ignored, 0, 3, ignored]
+    tested = with_trigger(data.test, Attack("backdoor", target=3), ignored=ignored)
+    np.testing.assert_array_equal(tested.inputs[..., :3, :3], data.test.inputs[[0, 1, 4], :, :3, :3])
+
+
 @pytest.mark.parametrize("shape", [(21, 1, 6, 6), (21, 3, 6, 5), (20, 30)])
 def test_a_backdoor_marks_half_of_the_training_images(shape: tuple[int, ...]) -> None:
     x = random(*shape)

@@ -707,6 +707,12 @@ def _choose_input_types(
 
 def _count_outputs(architectures: Mapping[str, Architecture]) -> int:
     """Number of scores that all models have for an example."""
+    for name, model in architectures.items():
+        if model.example_scores.ndim == 0:
+            raise TaskError(
+                f"model {name} makes one number of a batch with one example, but it must return scores [b, outputs]. "
+                "Leave squeeze() out of its forward"
+            )
     return min(int(a.example_scores.shape[-1]) for a in architectures.values())
 
 

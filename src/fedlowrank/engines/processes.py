@@ -31,6 +31,7 @@ from ..core import tree
 from ..core.contract import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
+from ..models.fingerprint import describe_layers
 from ..training.trainer import Meter
 from .engine import ClientJob, ClientResult, Engine, diverged_result, trains_by_user_code
 from .jobs import LazyJobs
@@ -238,6 +239,7 @@ class Processes(Engine):
     costs: dict[int, float] = field(default_factory=dict, repr=False)
     _pool: list[ForkedWorker] = field(default_factory=list, init=False, repr=False)
     _known: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    _layers: list[dict[str, str]] | None = field(default=None, init=False, repr=False)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
@@ -312,20 +314,28 @@ class Processes(Engine):
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
         if not can_fork():
+            if multiprocessing.current_process().daemon:
+                raise ConfigError(
+                    "run.engine 'processes' cannot start processes in a daemonic one, such as a worker of multiprocessing.Pool. "
+                    "Choose run.engine = 'sequential', or a concurrent.futures.ProcessPoolExecutor"
+                )
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
+        # workers are copies of this process: they do not see values that user code reads and that have changed since
+        architectures = task.architectures.values()
+        is_fixed = not trains_by_user_code(method, federation) and all(a.is_standard for a in architectures)
+        # the options of standard layers, such as the p of a dropout
+        layers = [describe_layers(a.module) for a in architectures] if is_fixed else None
         # kept alive, so that no other object gets the same identity
         run_inputs = (method, federation, task)
-        is_same = len(self._known) == 3 and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
-        # workers are copies of this process: they do not see values that user code reads and that have changed
-        # since
         if (
-            is_same
-            and not trains_by_user_code(method, federation)
-            and all(a.is_standard for a in task.architectures.values())
+            is_fixed
+            and self._known
+            and layers == self._layers
+            and all(a is b for a, b in zip(run_inputs, self._known, strict=True))
         ):
             return
         self.close()
-        self._known = run_inputs
+        self._known, self._layers = run_inputs, layers
         engine = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(
@@ -381,8 +391,8 @@ def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
 
 
 def can_fork() -> bool:
-    """Whether a forked process can compute; it cannot if this process uses a GPU."""
-    return not torch.cuda.is_initialized()
+    """Whether this process may fork one that can compute: not if it uses a GPU, or is a daemon as in a Pool."""
+    return not torch.cuda.is_initialized() and not multiprocessing.current_process().daemon
 
 
 def cores() -> int:

@@ -21,7 +21,15 @@ from .fingerprint import describe_layers, digest_frozen
 from .module_copy import copy_module
 from .packed_weights import count_entries, is_packed
 from .placement import is_placed
-from .standard import count_hooks, find_other_layer, has_hooks, is_standard, remove_hooks
+from .standard import (
+    channels_last,
+    count_hooks,
+    find_other_layer,
+    has_hooks,
+    is_standard,
+    remove_hooks,
+    takes_any_layout,
+)
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics, is_training_pass
 from .statistics.normalization import (
@@ -96,6 +104,7 @@ class Architecture:
         self.name = name
         # described before the module runs, because a forward pass may leave something in attributes
         self.layers = describe_layers(module)
+        self._frozen_versions = _versions_of_frozen(module)
         self.module = module.eval()
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
@@ -111,6 +120,7 @@ class Architecture:
         self._changes_arguments = not self.is_standard or any(
             getattr(m, "inplace", False) for m in modules.values()
         )
+        self._takes_any_layout = takes_any_layout(module)
         self.couples = not self.frozen.issuperset(batch_normalizations(module).values())
         _refuse_parameter_hooks(name, module)
         trainable_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -465,7 +475,8 @@ class Architecture:
                 graph_scores, is_trainable = self.apply(leaves, x), True
             finally:
                 self.set_training(False)
-        self._refuse_other_references(graph_scores)
+            self._refuse_other_references(graph_scores)
+            self._refuse_merged_parameters(leaves, graph_scores, x)
         return scores, is_trainable
 
     def _refuse_other_references(self, scores: Tensor) -> None:
@@ -477,22 +488,59 @@ class Architecture:
         Raises:
             TaskError: if there are such parameters; the message names them.
         """
-        names = {id(p): n for n, p in self.module.named_parameters()}
-        stack, visited, missed_names = [scores.grad_fn], set[Any](), set[str]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            name = names.get(id(getattr(node, "variable", None)))
-            if name is not None:
-                missed_names.add(name)
-            stack += [parent for parent, _ in node.next_functions]
+        leaf_ids = _leaves_of(scores)
+        missed_names = {n for n, p in self.module.named_parameters() if id(p) in leaf_ids}
         if missed_names:
             raise TaskError(
                 f"model {self.name}: its forward reads {', '.join(sorted(missed_names))} by another reference than the attribute "
                 "of its module, such as a list, a closure or functools.partial, so that training would not change what "
                 "it computes. Read the attribute in forward (self.weight), or keep such parameters in an nn.ParameterList"
+            )
+
+    def _refuse_merged_parameters(self, leaves: Params, training_scores: Tensor, x: Any) -> None:
+        """Refuse a layer that reads its trained parameters in training alone.
+
+        The ``Linear`` of loralib merges its factors into the frozen weight when ``train(False)`` is called. The module then
+        holds its own parameters and not a client's, so that every evaluation would be that of the untrained model. Layers
+        with a ``train`` of their own and a frozen parameter are checked.
+
+        Args:
+            leaves: parameters that require gradients.
+            training_scores: scores of a forward pass with these parameters in training mode.
+            x: inputs of that pass.
+
+        Raises:
+            TaskError: if there is such a layer; the message names it.
+        """
+        layers = {
+            name: {id(leaves[n]) for p in layer._parameters if (n := f"{name}.{p}".lstrip(".")) in leaves}
+            for name, layer in self.module.named_modules()
+            if type(layer).train is not nn.Module.train
+            and any(p is not None and not p.requires_grad for p in layer._parameters.values())
+        }
+        if not any(layers.values()):
+            return
+        unread_ids = _leaves_of(training_scores) - _leaves_of(self.apply(leaves, x))
+        merged_names = [name for name, ids in layers.items() if ids & unread_ids]
+        if merged_names:
+            layer = self.module.get_submodule(merged_names[0])
+            raise TaskError(
+                f"model {self.name}: in evaluation mode the scores do not depend on trained parameters of layer "
+                f"{merged_names[0]!r} ({type(layer).__name__}): its train method merges them into a frozen parameter, while the "
+                "module does not hold a client's parameters. Make the layer without that, as by merge_weights=False in loralib"
+            )
+
+    def refuse_later_changes(self) -> None:
+        """Raise TaskError if the user has frozen, thawed or loaded parameters of the module since this object was made.
+
+        The trained parameters begin at the former values and the frozen ones are those of the module, a mixture that never was.
+        """
+        versions = _versions_of_frozen(self.module)
+        names = [n for n, _ in sorted(versions.items() ^ self._frozen_versions.items())]
+        if names:
+            raise TaskError(
+                f"model {self.name}: its module has changed since the federation was made: {names[0]} has been frozen, "
+                "thawed, or loaded while it was frozen. Freeze and load parameters first, and then make the federation"
             )
 
     def layer_with_single_value(self) -> str | None:
@@ -526,7 +574,8 @@ class Architecture:
             if self.factory is not None:
                 return self.factory()
             module = copy_module(self.module).cpu()
-            for layer in module.modules():
+            # children first, as in a constructor, because a layer may have a rule of its own for them
+            for layer in reversed(list(module.modules())):
                 reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
                 if callable(reset):
                     reset()
@@ -571,6 +620,10 @@ class Architecture:
             with _no_grad():
                 return self._run(code, params, x, prefix).detach()
         self._keep_mode()
+        if self._takes_any_layout and type(x) is Tensor:
+            x = channels_last(x)
+        elif not self._takes_any_layout:
+            x = map_leaves(Tensor.contiguous, x)
         if self._changes_arguments:
             # in-place changes of a module must not reach the data, another model of the method, or the server
             x = map_leaves(torch.clone, x)
@@ -591,6 +644,9 @@ class Architecture:
             first_input = next(iter(x.values())) if isinstance(x, dict) else x
             with torch.autocast(first_input.device.type, self.autocast):
                 scores = code(params, x, buffers).float()
+        if scores.ndim == 4:
+            # for losses and metrics of the user
+            scores = scores.contiguous()
         if buffers and self._current_buffers is not None:
             self._current_buffers.update({f"{prefix}{n}": b for n, b in buffers.items()})
         if self.module.training:
@@ -658,6 +714,7 @@ class Architecture:
         model = copy.copy(self)
         module = self.module if is_placed(self.module) else copy_module(self.module).to(device)
         model.module, model.cache, model._mode = module, {}, {}
+        model._frozen_versions = _versions_of_frozen(module)
         model._backward_slots, model.frozen = [], frozen_normalizations(model.module)
         model._code = model._function()
         model.initial = {n: p.to(device) for n, p in self.initial.items()}
@@ -677,6 +734,8 @@ class Architecture:
         restore_slots(self._backward_slots)
         self.module.train(mode)
         self._mode["training"] = mode
+        # a hook may have been registered
+        self._takes_any_layout = takes_any_layout(self.module)
 
     @contextlib.contextmanager
     def restored_modes(self) -> Iterator[None]:
@@ -701,6 +760,33 @@ def _no_grad() -> Iterator[None]:
     """Compute without gradients, but outside of inference mode, in which no forward can differentiate by ``enable_grad``."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _versions_of_frozen(module: nn.Module) -> dict[str, int]:
+    """How often each frozen parameter has been changed in place.
+
+    Inference tensors have no such number, and an embedding with ``max_norm`` rescales the rows that it reads; they count as 0.
+    """
+    return {
+        f"{path}.{n}".lstrip("."): 0 if p.is_inference() or getattr(layer, "max_norm", None) else p._version
+        for path, layer in module.named_modules()
+        for n, p in layer.named_parameters(recurse=False)
+        if not p.requires_grad
+    }
+
+
+def _leaves_of(scores: Tensor) -> set[int]:
+    """Identities of the tensors that require gradients and from which scores are computed."""
+    stack, visited, leaf_ids = [scores.grad_fn], set[Any](), set[int]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaf_ids.add(id(node.variable))
+        stack += [parent for parent, _ in node.next_functions]
+    return leaf_ids
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:

@@ -67,6 +67,7 @@ def refuse_hidden_state(model: Architecture) -> None:
             _score(trial_model, batch, is_training=True, scale=s) for s in (1.0, 0.99, 0.99, 1.0)
         ]
         after = _score(trial_model, batch, is_training=False)
+        shared_buffer = _find_shared_buffer(model.module, trial_model, batch)
         changed_parameters = [
             n
             for n, p in _list_frozen(model).items()
@@ -83,6 +84,12 @@ def refuse_hidden_state(model: Architecture) -> None:
     refuse_changed_parameters(trial_model, versions)
     if changed_parameters:
         raise _frozen_parameter_error(model.name, changed_parameters[0])
+    if shared_buffer:
+        raise TaskError(
+            f"model {model.name}: its forward changes the buffer {shared_buffer[0]}, whose memory is also that of "
+            f"{list_first(shared_buffer[1:], _MAX_NAMES)}. Each client has its own tensor in place of the buffer, and the others "
+            "do not see it. Register the buffer in one layer alone, and read it there (self.first.steps)"
+        )
     for mode, score, repeated_score in (("training", first, last), ("evaluation", before, after)):
         if not _is_equal(score, repeated_score, _TOLERANCE):
             raise _hidden_state_error(model, mode, _list_changes(model.module, trial_model.module))
@@ -144,6 +151,44 @@ def refuse_hidden_loss_state(loss: Loss, scores: Tensor, y: Tensor, key: Key) ->
             "go from one to the next, and a resumed run would lose it. Compute it in the model's forward and keep it in a buffer "
             "of the model (register_buffer), of which each client has its own"
         )
+
+
+def _find_shared_buffer(module: nn.Module, trial_model: Architecture, x: Any) -> list[str]:
+    """Find a buffer that a training pass changes and to which there are several references, and list these."""
+    trial_model = trial_model.with_buffers({})
+    _ = _score(trial_model, x, is_training=True)
+    references: dict[int, list[str]] = {}
+    for path, layer in trial_model.module.named_modules():
+        tables = layer._buffers, {n: v for n, v in vars(layer).items() if n not in _BASE}
+        for name, value in ((n, v) for table in tables for n, v in table.items()):
+            values = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else [value]
+            )
+            for tensor in values:
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    references.setdefault(_memory(tensor), []).append(f"{path}.{name}".lstrip("."))
+    first_buffers = dict(module.named_buffers())
+    for name, buffer in trial_model.module.named_buffers():
+        first = first_buffers.get(name)
+        is_changed = (
+            name in trial_model.changed_buffers or first is None or not _is_equal(buffer, first, tolerance=0)
+        )
+        if is_changed and len(names := references.get(_memory(buffer), [])) > 1:
+            return names
+    return []
+
+
+def _memory(tensor: Tensor) -> int:
+    """Address of the memory of a tensor, which its views have, too."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+_BASE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, hooks and so on."""
 
 
 def _is_known(model: Architecture) -> bool:
@@ -220,6 +265,11 @@ def _list_changes(before: nn.Module, after: nn.Module) -> str:
             f"{name!r} of {subject} ({type(layer).__name__})"
             for name, value in describe_attributes(layer).items()
             if old_values.get(name) != value
+        ]
+        changes += [
+            f"{name!r} of {subject} ({type(layer).__name__}), a buffer that is None at first and must begin as a tensor"
+            for name, buffer in layer._buffers.items()
+            if buffer is not None and path in layers and layers[path]._buffers.get(name) is None
         ]
     if not changes:
         return "no attribute shows it, so look for global variables, counters in objects and random generators of its own"

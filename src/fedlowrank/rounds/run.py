@@ -40,6 +40,7 @@ from ..training.hook_calls import (
     refuse_global_draws,
     seed_for_hook,
 )
+from ..trust.attacks import trigger_value
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
 from ..trust.secure_sums import SecureAggregator, warn_of_coarse_grid
@@ -115,6 +116,10 @@ class Run:
     ) -> None:
         plan = plan or Plan.of(settings.rounds)
         self.trust = settings.trust
+        for architecture in federation.architectures.values():
+            architecture.refuse_later_changes()
+        is_backdoor = self.trust.attack.kind == "backdoor"
+        self._trigger = trigger_value(federation.clients) if is_backdoor else None
         self.hostile, federation = apply_attack(federation, self.trust)
         self.federation = move_to_device(federation, settings)
         self.settings = settings
@@ -639,7 +644,8 @@ class Run:
             return record
         # includes clients that never train: a backdoor succeeds at every client that receives the model
         honest_clients = [info for info in self.evaluated if info.id not in self.hostile]
-        rate = backdoor_success(self.federation, honest_clients, self.trust.attack, self.local_model)
+        attack, trigger = self.trust.attack, self._trigger
+        rate = backdoor_success(self.federation, honest_clients, attack, trigger, self.local_model)
         if rate is None:
             return record
         return dataclasses.replace(

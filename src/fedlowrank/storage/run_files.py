@@ -205,7 +205,8 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
         return []
     column_types = {"round": int, "model": str, "prompt": str, "answer": str}
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # not splitlines(), which also splits at U+2028, U+2029 and U+0085; JSON may hold these in strings
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         if all(type(row[name]) is column_type for row in rows for name, column_type in column_types.items()):
             return rows
     except (ValueError, TypeError, KeyError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from statistics import NormalDist
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..core.arguments.shares import multiply_share
 from ..core.errors import ConfigError, DataError
 from ..core.key import Key
+from ..core.learning.losses import IGNORE_INDEX
 from ..core.tree import Params, TreeError
 from ..data.dataset import ClientData, Examples
 from .trust_settings import Attack
@@ -63,6 +65,7 @@ def poison(
     key: Key,
     size: int = TRIGGER_SIZE,
     value: float | None = None,
+    ignored: int = IGNORE_INDEX,
 ) -> ClientData:
     """Poison the training data of a hostile client; validation and test examples stay as they are.
 
@@ -76,8 +79,9 @@ def poison(
         classes: number of classes.
         key: key of the draw of the images, one for each client.
         size: side k of the trigger in pixels, see :func:`add_trigger`.
-        value: pixel value of the trigger; None for the largest value of the training images. If clients' largest values
-            differ, pass that of the whole training part, so that all clients use one trigger.
+        value: pixel value of the trigger; None for the largest value of the training images. Pass
+            :func:`trigger_value`, so that all clients use one trigger.
+        ignored: label that does not count (``loss.ignore_index``), which ``label_flip`` leaves as it is.
 
     Raises:
         DataError: if the examples have no class labels, or no trigger fits on them.
@@ -88,7 +92,8 @@ def poison(
     train = data.train
     _check_labels(train, attack)
     if attack.kind == "label_flip":
-        return dataclasses.replace(data, train=Examples(train.x, classes - 1 - train.y))
+        flipped = torch.where(train.y == ignored, train.y, classes - 1 - train.y)
+        return dataclasses.replace(data, train=Examples(train.x, flipped))
     if attack.target >= classes:
         raise ConfigError(f"attack.target = {attack.target} is no class; classes are 0..{classes - 1}")
     selected_rows = torch.randperm(len(train), generator=key.generator())[: (len(train) + 1) // 2].to(
@@ -103,18 +108,23 @@ def poison(
 
 
 def with_trigger(
-    examples: Examples, attack: Attack, size: int = TRIGGER_SIZE, value: float | None = None
+    examples: Examples,
+    attack: Attack,
+    size: int = TRIGGER_SIZE,
+    value: float | None = None,
+    ignored: int = IGNORE_INDEX,
 ) -> Examples:
     """Build test examples that measure the success of a backdoor: accuracy on them is the attack success rate.
 
-    These examples are of classes other than ``attack.target``, have the trigger and are labeled as the target, so
-    accuracy is the share of them that a model classifies as the target.
+    These examples have a label that counts, are of classes other than ``attack.target``, have the trigger and are
+    labeled as the target, so accuracy is the share of them that a model classifies as the target.
 
     Args:
         examples: n examples without trigger.
         attack: settings of the attack, with the target.
         size: side k of the trigger in pixels, as in :func:`poison`.
         value: pixel value of the trigger, as in :func:`poison`; None for the largest value of these images.
+        ignored: label that does not count (``loss.ignore_index``).
 
     Returns:
         At most n examples, and possibly none.
@@ -126,9 +136,21 @@ def with_trigger(
     x = _images(examples)
     if value is None and len(x):
         value = x.max().item()
-    x = x[examples.y != attack.target]
+    x = x[(examples.y != attack.target) & (examples.y != ignored)]
     y = torch.full((len(x),), attack.target, dtype=torch.int64, device=examples.y.device)
     return Examples(add_trigger(x, size, value or 0.0), y)
+
+
+def trigger_value(clients: Iterable[ClientData]) -> float | None:
+    """Compute the pixel value of a backdoor's trigger: the largest of all clients' training images.
+
+    Returns:
+        The same value before and after :func:`poison` has put the trigger on images; None if there are no images.
+
+    Raises:
+        DataError: if the inputs have names, as those of texts have.
+    """
+    return max((_images(c.train).max().item() for c in clients if len(c.train)), default=None)
 
 
 def add_trigger(x: Tensor, size: int, value: float) -> Tensor:

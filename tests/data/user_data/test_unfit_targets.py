@@ -315,3 +315,18 @@ def test_features_that_are_no_list_are_refused(features: Any) -> None:
     arrays = {"age": X[:, :1], "a": X[:, 1:2], "label": Y}
     with pytest.raises(DataError, match="is a list of columns"):
         Federation.from_arrays([arrays], nn.Linear(1, 2), features=features)
+
+
+@pytest.mark.parametrize(
+    ("y", "loss"), [(X[:, :1], None), (torch.arange(12) % 2, None), ((X[:, :1] > 0).float(), "bce")]
+)
+def test_a_model_that_squeezes_the_scores_of_one_example_is_named(y: Tensor, loss: str | None) -> None:
+    class Squeezing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze()
+
+    options = {} if loss is None else {"loss": loss}
+    with pytest.raises(
+        TaskError, match=r"model model makes one number of a batch with one example.*squeeze\(\)"
+    ):
+        Federation.from_arrays([(X, y)] * 2, Squeezing(X.shape[1], 1), **options)

@@ -291,6 +291,27 @@ def test_a_backdoor_is_not_measured_by_scores_of_another_form() -> None:
         assert ("backdoor" in record.server_metrics) == has_rate
 
 
+def test_the_trigger_is_that_of_training_at_clients_with_other_values() -> None:
+    """A model that knows the trigger's value alone is fooled by every example, also where the largest value is another."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_marked = (x[:, -9:] == 6.0).all(1).float()
+            return self.scale * torch.stack([3 * is_marked, 2 - is_marked], 1)
+
+    y = torch.ones(8, dtype=torch.int64)
+    clients = [
+        {"train": (x, y), "test": (x, y)} for x in (torch.full((8, 16), float(i)) for i in (1, 3, 6, 2))
+    ]
+    federation = Federation.from_arrays(clients, Reader(), loss="cross_entropy", classes=2)
+    record = run(federation, attack=Attack(kind="backdoor", share=0.5, target=0)).rounds[-1]
+    assert record.server_metrics["backdoor"] == {"success": 1.0}
+
+
 # -- losses that are not finite -------------------------------------------------------------------------------
 
 

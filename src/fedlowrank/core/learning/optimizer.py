@@ -496,7 +496,9 @@ def refuse_keep(path: str, optimizer: Any, title: str, reason: str) -> None:
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
     """Scale gradients so that their joint norm is at most ``bound``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
+    scaled_grads = torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0))
+    # the factor is float64 if a gradient is, which would widen gradients without axes
+    return [scaled.to(g.dtype) for scaled, g in zip(scaled_grads, grads, strict=True)]
 
 
 def _add_scaled(targets: list[Tensor], tensors: list[Tensor], scales: list[float]) -> None:

@@ -93,6 +93,11 @@ class FunctionalModule:
             if buffers is not None:
                 for name in buffers:
                     buffers[name] = self._stateless.current(name)
+                    if not isinstance(buffers[name], Tensor):
+                        raise TaskError(
+                            f"forward sets the buffer {name} of the model {type(self._module).__name__} to "
+                            f"{buffers[name]!r}; let it stay a tensor, which each client keeps"
+                        )
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

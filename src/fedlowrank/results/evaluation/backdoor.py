@@ -19,6 +19,7 @@ def backdoor_success(
     federation: Federation,
     clients: Iterable[ClientInfo],
     attack: Attack,
+    value: float | None,
     model_of: Callable[[ClientInfo], LocalModel],
 ) -> float | None:
     """Compute the share of test examples of other classes that models assign to the target class given the trigger.
@@ -27,6 +28,7 @@ def backdoor_success(
         federation: federation that holds the examples.
         clients: records of the clients whose models are tested, commonly the honest ones.
         attack: settings of the attack, which name the target class.
+        value: pixel value of the trigger, see :func:`~fedlowrank.trust.attacks.trigger_value`.
         model_of: function that maps a client to its model.
 
     Returns:
@@ -35,7 +37,9 @@ def backdoor_success(
     """
     rates: list[float] = []
     for info in clients:
-        triggered_examples = with_trigger(federation.clients[info.id].test, attack)
+        triggered_examples = with_trigger(
+            federation.clients[info.id].test, attack, value=value, ignored=federation.loss.ignore_index
+        )
         if not len(triggered_examples):
             continue
         model = model_of(info)

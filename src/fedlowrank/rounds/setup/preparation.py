@@ -10,7 +10,7 @@ from ...core.contract import AnyMethod, ClientInfo
 from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
 from ...models.coupling import find_coupling
-from ...trust.attacks import claimed_examples, hostile_clients, poison
+from ...trust.attacks import claimed_examples, hostile_clients, poison, trigger_value
 from ...trust.trust_settings import Robust, Trust
 from ..logs.progress import tell
 from ..run_settings import RunSettings
@@ -45,8 +45,12 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
     hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
     # the choice between the responses of a pair is a label, too
     classes = 2 if federation.loss.is_preference else len(federation.classes)
+    value = trigger_value(clients) if attack.kind == "backdoor" else None
     for i in hostile:
-        clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
+        key = federation.key / "poison" / i
+        clients[i] = poison(
+            clients[i], attack, classes, key, value=value, ignored=federation.loss.ignore_index
+        )
         infos[i] = dataclasses.replace(
             infos[i], example_count=claimed_examples(infos[i].example_count, attack)
         )
