@@ -19,7 +19,9 @@ from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fd import FD, Outputs
+from fedlowrank.methods.fedkd import FedKD
 from fedlowrank.methods.fedproto import FedProto, Upload
+from fedlowrank.methods.fml import FML
 from fedlowrank.methods.standalone import Standalone
 from tests.golden import reference
 from tests.support.method_calls import Reply, server_update
@@ -136,11 +138,12 @@ def test_fd_averages_all_outputs_of_a_model_with_more_of_them_than_classes(engin
 
 
 @pytest.mark.filterwarnings("ignore:.*makes 6 scores")
-def test_fd_refuses_models_of_other_numbers_of_outputs() -> None:
+@pytest.mark.parametrize("method", [FD(), FML(), FedKD()])
+def test_models_of_other_numbers_of_outputs_are_refused_where_outputs_are_compared(method: Any) -> None:
     models = {"more": lambda: Net(WIDTH, classes=CLASSES + 2), "small": lambda: Net(WIDTH)}
     federation = Federation.from_arrays(make_arrays(), models, classes=CLASSES)
     with pytest.raises(TaskError, match="more has 6, small has 4"):
-        prepare_run(FD(), federation)
+        prepare_run(method, federation)
 
 
 @pytest.mark.parametrize(

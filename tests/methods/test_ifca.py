@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_ifca_sends_all_models_down_and_the_change_of_one_up() -> None:
     record = run.step()
     assert record.parameters_down == 4 * 3 * SMALL_PARAMETERS
     assert record.parameters_up == 4 * (SMALL_PARAMETERS + 3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_has_diverged_is_the_nearest_of_no_client(value: float) -> None:
+    run = run_rounds(IFCA(clusters=3, **LOCAL), federate_one_model(), steps=0)
+    _, down, view = get_client_inputs(run, 2)
+    models = {n: t.clone() for n, t in down.items()}
+    for t in models.values():
+        t[1] = value
+    others = {n: t[[0, 2]] for n, t in down.items()}
+    assert find_nearest_model(models, view) == (0, 2)[find_nearest_model(others, view)]
 
 
 def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor, nn
 
+from fedlowrank import Loss
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
@@ -104,6 +106,46 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
             run.step()
     for quiet in (SGD(lr=0.0), SGD(lr=0.0, groups={"rest": Group(lr=0.1)})):
         Run(kind(optimizer=quiet), federation, RunSettings(rounds=1), Sequential()).step()
+
+
+class PartlyUnused(Unused):
+    """One adapted layer has no part in the output, and another one has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(INPUTS, INPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@every_lora_method
+def test_a_layer_without_a_gradient_beside_others_is_no_error(kind: Any) -> None:
+    federation = Federation.from_arrays(make_arrays(), PartlyUnused, classes=CLASSES, rank=[2] * 4)
+    run = Run(kind(optimizer=SGD(lr=0.1)), federation, RunSettings(rounds=3), Sequential())
+    for _ in range(3):
+        run.step()
+
+
+@every_lora_method
+def test_a_client_with_a_loss_of_zero_is_no_error(kind: Any) -> None:
+    """All its labels are left out."""
+    clients = make_arrays()
+    x, y = clients[1]["train"]
+    clients[1]["train"] = x, -np.ones_like(y)
+    federation = Federation.from_arrays(
+        clients,
+        PartlyUnused,
+        classes=CLASSES,
+        rank=[2] * 4,
+        loss=MASKED,
+    )
+    run = Run(kind(optimizer=SGD(lr=0.1)), federation, RunSettings(rounds=2), Sequential())
+    for _ in range(2):
+        run.step()
+
+
+MASKED = Loss("cross_entropy", ignore_index=-1)
 
 
 @pytest.mark.few(3)

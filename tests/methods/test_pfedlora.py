@@ -144,6 +144,19 @@ def test_an_adapter_of_a_head_of_two_layers_decomposes_the_first() -> None:
     np.testing.assert_allclose(adapter.b_bias.numpy(), w3 @ b2 + b3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*makes 5 scores")
+def test_an_adapter_of_a_head_with_more_outputs_than_classes_begins_as_those_of_the_classes() -> None:
+    clients = [(np.random.default_rng(0).normal(size=(8, 6)).astype("float32"), np.arange(8) % 3)]
+    head = nn.Linear(6, 5)
+    federation = Federation.from_arrays(
+        clients, {"linear": nn.Sequential(nn.ReLU(), head)}, head="1", classes=3
+    )
+    adapter = PFedLoRA(width=2, start="svd", **SLOW_LOCAL).server_init(federation.task(1))
+    u, s, vt = np.linalg.svd(head.weight.detach().numpy(), full_matrices=False)
+    np.testing.assert_allclose((adapter.b @ adapter.a).numpy(), ((u[:, :2] * s[:2]) @ vt[:2])[:3], atol=1e-6)
+    np.testing.assert_array_equal(adapter.b_bias, head.bias.detach()[:3])
+
+
 def test_a_random_adapter_is_uniform_as_a_linear_layer_draws_it() -> None:
     federation = federate_two_models(**FLOAT32)
     adapter = PFedLoRA(width=400, **SLOW_LOCAL).server_init(federation.task(1))

@@ -82,5 +82,7 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
     if len(layers) == 2:
         w3, b3 = params[2], params[3]
         scaled_u, bias = w3 @ scaled_u, w3 @ bias + b3
-    b[:, :rank] = scaled_u
-    return PFedLoRAAdapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())
+    # the head may have more outputs than there are classes
+    classes = len(b)
+    b[:, :rank] = scaled_u[:classes]
+    return PFedLoRAAdapter(a, torch.zeros_like(filler.a_bias), b, bias[:classes].clone())

@@ -40,10 +40,14 @@ from ..core.contract import (
     Task,
     Update,
 )
-from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass
-from .shared.class_statistics import check_class_labels, check_class_scores, zero_rows_per_class
+from .shared.class_statistics import (
+    check_class_labels,
+    check_class_scores,
+    count_outputs,
+    zero_rows_per_class,
+)
 
 
 @tree_dataclass
@@ -93,14 +97,7 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     def server_init(self, task: Task) -> ServerState:
         """No output is known; raises TaskError if models differ in their outputs or type, or lack outputs for classes."""
         check_class_scores(self.title, task)
-        counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
-        if len(set(counts.values())) > 1:
-            counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())
-            raise TaskError(
-                f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: "
-                f"{counts_text}. Give each model one output a class, {task.classes}"
-            )
-        total = zero_rows_per_class(self.title, task, next(iter(counts.values())))
+        total = zero_rows_per_class(self.title, task, count_outputs(self.title, task))
         return ServerState(total, total.new_zeros(task.classes), {})
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:

@@ -47,7 +47,7 @@ from ..core.errors import ConfigError
 from ..core.learning.batch_losses import kl_divergence, square_error, task_loss
 from ..core.tree import Params, add, nbytes, sub, tree_dataclass
 from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
-from .shared.class_statistics import check_class_scores
+from .shared.class_statistics import check_class_scores, count_outputs
 
 
 @tree_dataclass
@@ -114,8 +114,9 @@ class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
         return self.energy_start + rise
 
     def server_init(self, task: Task) -> ServerState:
-        """The mentee s^0, known to all clients; raises TaskError if a model has fewer outputs than classes."""
+        """The mentee s^0, known to all clients; raises TaskError if models have fewer outputs than classes, or unequally many."""
         check_class_scores(self.title, task)
+        count_outputs(self.title, task)
         return ServerState(task.smallest_model(self.mentee).initial, [], {})
 
     def client_init(self, client: ClientInfo, task: Task) -> ClientState:

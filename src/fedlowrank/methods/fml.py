@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core.contract import Batch, ClientInfo, ClientModel, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import kl_divergence, task_loss
 from ..core.tree import Params, tree_dataclass
-from .shared.class_statistics import check_class_scores
+from .shared.class_statistics import check_class_scores, count_outputs
 
 
 @tree_dataclass
@@ -60,8 +60,9 @@ class FML(Method[Params, Params, Params, Params]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
-        """The meme model m^0; raises TaskError if a model has fewer outputs than classes."""
+        """The meme model m^0; raises TaskError if models have fewer outputs than classes, or unequally many."""
         check_class_scores(self.title, task)
+        count_outputs(self.title, task)
         return task.smallest_model(self.meme).initial
 
     def client_init(self, client: ClientInfo, task: Task) -> Params:

@@ -18,6 +18,7 @@ draws and share no layers, and a client keeps no state.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,13 +60,18 @@ class Upload:
 
 
 def find_nearest_model(down: Params, view: ClientView) -> int:
-    """Find the index of the model with the lowest loss on the client's training data; the first one wins ties."""
+    """Find the index of the model with the lowest loss on the client's training data; the first one wins ties.
+
+    A loss of NaN counts as infinite.
+    """
     model = view.model
 
     def sum_model_losses(models: Params, batch: Batch) -> Tensor:
         return sum_losses(compute_model_losses(model, models, batch), batch)[0]
 
-    return int(view.sum_over_data(sum_model_losses, down).argmin())
+    losses = view.sum_over_data(sum_model_losses, down)
+    # a model that has diverged is the nearest of none; argmin takes NaN for the smallest number
+    return int(losses.nan_to_num(nan=math.inf, posinf=math.inf).argmin())
 
 
 @dataclass(frozen=True)

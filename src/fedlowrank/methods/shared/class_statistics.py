@@ -43,6 +43,22 @@ def check_class_scores(title: str, task: Task) -> None:
             )
 
 
+def count_outputs(title: str, task: Task) -> int:
+    """Count the outputs of the clients' models, which a method averages or compares.
+
+    Raises:
+        TaskError: if models have other numbers of outputs.
+    """
+    counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
+    if len(set(counts.values())) > 1:
+        counts_text = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise TaskError(
+            f"{title} needs models with equally many outputs, and {counts_text}. Give each model one output a class, "
+            f"{task.classes}"
+        )
+    return next(iter(counts.values()))
+
+
 def check_class_labels(title: str, labels: Tensor, classes: int, client: ClientInfo) -> None:
     """Refuse labels of a client's statistics that are no class, or that name a class twice.
 

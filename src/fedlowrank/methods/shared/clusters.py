@@ -251,7 +251,7 @@ def draw_models(title: str, task: Task, model_count: int) -> Params:
         raise TaskError(
             f"{title}: all {model_count} models would begin with the same weights, so that they could not learn different "
             "clusters. Initial values must be random: give the federation a function that makes the module, such as "
-            "lambda: Net(), and draw its parameters there, by nn.init or torch.randn"
+            "lambda: Net(), and draw its parameters there, by nn.init or torch.randn; give add_lora another key in each call"
         )
     return models
 

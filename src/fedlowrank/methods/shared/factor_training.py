@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...adapters.lora.adapted_layers import AdaptedLayer
 from ...adapters.lora.lora_factors import LoRA, lora_of
-from ...core.contract import Batch, ClientView, PaddedDimensions
+from ...core.contract import Batch, ClientView, EngineModel, PaddedDimensions
 from ...core.errors import TaskError
 from ...core.learning.batch_losses import task_loss
 from ...core.learning.optimizer import Optimizer
-from ...core.tree import Params, join_path
+from ...core.tree import Params, join_path, map_leaves
 from ...core.tree import leaves as tree_leaves
 from ...linalg.pair import Factors
 from .lora_family import Leaves, insert_leaves
@@ -80,24 +80,29 @@ def train_leaves(
     end: Leaves = view.train(
         loss, start, "local", optimizer, constants=constants, padded=_rank_dimensions(frozen_factors)
     )
-    check_factors_changed(view, start, end, optimizer)
+    check_factors_changed(view, start, end, optimizer, fixed_leaves or {})
     return _scale_layers(end, rescaled_layers, 1)
 
 
-def check_factors_changed(view: ClientView, start: Leaves, end: Leaves, optimizer: Optimizer) -> None:
-    """Check that training changed a factor, unless the learning rate of all factors is 0.
+def check_factors_changed(
+    view: ClientView, start: Leaves, end: Leaves, optimizer: Optimizer, fixed_leaves: Leaves
+) -> None:
+    """Check that training changed a factor, unless the learning rate of all factors or their gradient is 0.
 
     Args:
         view: view of the client.
         start: leaves before the pass ``local``.
         end: leaves after the pass.
         optimizer: optimizer of the pass.
+        fixed_leaves: further leaves of the model, which are not trained.
 
     Raises:
         TaskError: if no factor changed, because no gradient reaches them.
     """
-    if _has_learning_rate(view, start, optimizer) and not _has_changed_factor(
-        lora_of(view.model), start, end
+    if (
+        _has_learning_rate(view, start, optimizer)
+        and not _has_changed_factor(lora_of(view.model), start, end)
+        and not _reads_factors(view.task.architectures[view.model.name], end, fixed_leaves)
     ):
         raise TaskError(
             f"{view.info.title}, round {view.round + 1}: training changed no LoRA factor. No gradient "
@@ -148,16 +153,27 @@ def _scale_layers(leaves: Leaves, layers: Mapping[str, AdaptedLayer], power: Lit
 
 
 def _has_changed_factor(lora: LoRA, start: Leaves, end: Leaves) -> bool:
-    """Whether one of the factors that are zero at the start changed, or none is zero.
+    """Whether one of the factors that are zero at the start changed, or a layer has none that is zero.
 
-    The other factor is no evidence: weight decay moves it without a gradient, and a large factor does not change if
-    a step is below its rounding.
+    A layer has none after an earlier round that changed it. The other factor is no evidence: weight decay moves it without
+    a gradient, and a large factor does not change if a step is below its rounding.
     """
     zero_factors = [
         (layer.zero, name)
         for name, layer in lora.layers.items()
         if name in start.get(layer.zero, {}) and not start[layer.zero][name].any()
     ]
-    return not zero_factors or any(
+    return len(zero_factors) < len(lora.layers) or any(
         not torch.equal(start[factor][name], end[factor][name]) for factor, name in zero_factors
     )
+
+
+def _reads_factors(model: EngineModel, leaves: Leaves, fixed_leaves: Leaves) -> bool:
+    """Whether the scores of the example are computed from a factor, so that a loss of zero has left all as they were."""
+    leaves = map_leaves(lambda t: t.detach().clone().requires_grad_(), leaves)
+    with torch.enable_grad():
+        params = insert_leaves(model, fixed_leaves | leaves, lora_of(model).scale, {}, {})
+        scores = model.apply(params, model.example)
+    factors = [t for factor in ("a", "b") for t in leaves.get(factor, {}).values()]
+    gradients = torch.autograd.grad(scores.sum(), factors, allow_unused=True) if scores.requires_grad else ()
+    return any(g is not None for g in gradients)
