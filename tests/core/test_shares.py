@@ -77,7 +77,7 @@ COUNTS: dict[str, tuple[Callable[[float, int], int], Callable[[int, int], int], 
     "unseen clients": (
         lambda s, n: len(Participants(n, RunSettings(unseen=s), KEY).unseen), round_half, [(35, 90), (10, 25), (58, 75)]),
     "hostile replies": (hostile_count, round_up, [(7, 100), (14, 50), (20, 11)]),
-    "hostile clients": (lambda s, n: len(hostile_clients(n, s, KEY)), round_half_even, [(35, 90), (57, 50), (50, 5)]),
+    "hostile clients": (lambda s, n: len(hostile_clients(range(n), s, KEY)), round_half_even, [(35, 90), (57, 50), (50, 5)]),
     "validation examples": (split_off("val"), round_half_even, [(35, 90), (57, 50)]),
     "test examples": (split_off("test"), round_half_even, [(35, 90), (57, 50)]),
     "test records": (lambda s, n: len(hold_out([*range(n)], s, KEY)[1] or ()), round_half_even, [(35, 90), (57, 50)]),

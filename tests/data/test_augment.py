@@ -373,3 +373,11 @@ def test_a_run_goes_on_with_its_own_augmentation_or_none_and_no_other(tmp_path: 
     with pytest.raises(CheckpointError, match="augment is only in the new configuration"):
         go(tmp_path / "plain", on, resume=True)
     assert len(go(tmp_path / "plain", federation(Augment()), resume=True).rounds) == 4
+
+
+def test_images_whose_pixels_have_labels_are_refused() -> None:
+    x = images(6, 1, 8, 8)
+    clients = [(x, (x[:, 0] > 0.5).long())] * 2
+    with pytest.raises(DataError, match=r"client 0: augment.*labels of their pixels"):
+        Federation.from_arrays(clients, torch.nn.Conv2d(1, 2, 1), augment=Augment(flip=True))
+    Federation.from_arrays(clients, torch.nn.Conv2d(1, 2, 1))

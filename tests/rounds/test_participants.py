@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank import Clipping, Federation, Privacy, simulate
+from fedlowrank import Attack, Clipping, Federation, Privacy, simulate
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import FedAvg
 
@@ -90,3 +91,13 @@ def test_local_privacy_charges_the_clients_that_a_method_chooses() -> None:
     all_chosen = simulate_privately(choosing(lambda s, a: a), "local")
     none_chosen = simulate_privately(choosing(lambda s, a: []), "local")
     assert epsilon_of(all_chosen) == epsilon_of(expected) > epsilon_of(none_chosen) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hostile_clients_are_among_those_that_train(seed: int) -> None:
+    federation = dataclasses.replace(FEDERATION, seed=seed)
+    count = len(federation.infos)
+    result = simulate("fedavg", federation, rounds=1, unseen=0.5, attack=Attack("sign_flip", share=0.5))
+    run = result.run
+    assert not run.hostile & run.client_sampler.unseen
+    assert len(run.hostile) == round(0.5 * (count - len(run.client_sampler.unseen)))

@@ -8,10 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedlowrank.cli.catalog import build_trust_table
 from fedlowrank.core import tree
-from fedlowrank.core.contract import NO_UPDATE, AnyMethod, ClientInfo, ClientView, Mean, Task, Update
+from fedlowrank.core.contract import (
+    NO_UPDATE,
+    ZERO_REFERENCE,
+    AnyMethod,
+    ClientInfo,
+    ClientView,
+    Mean,
+    ServerView,
+    Sum,
+    Task,
+    Update,
+)
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
@@ -191,3 +203,91 @@ def test_an_error_of_the_method_names_the_ability_that_was_tried() -> None:
         run_of(Misdescribed(), **SETTINGS["central"])
     # the other abilities do not depend on that trial
     run_of(Misdescribed(), **SETTINGS["secure"]).step()
+
+
+@dataclass(frozen=True)
+class Gradient(FedAvg):
+    """Sends its change in one vector, whose reference is zero in one of two forms."""
+
+    is_zero: bool = True
+    divides: str = "planned"
+
+    def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
+        state, end = super().local_update(state, down, view)
+        return state, {"gradient": self._flat(tree.sub(end, down))}
+
+    def _flat(self, params: Any) -> torch.Tensor:
+        return torch.cat([t.reshape(-1) for t in tree.tensors(params)])
+
+    def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
+        return Update({"gradient": ZERO_REFERENCE if self.is_zero else torch.zeros_like(self._flat(down))})
+
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Any:
+        return {"gradient": Sum(upload["gradient"])}
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        count = len(view.replied) if view.planned is None or self.divides == "replied" else view.planned
+        step = total["gradient"] / (
+            float(count) if self.divides == "replied as a number" else torch.tensor(float(count))
+        )
+        parts = iter(step.split([t.numel() for t in tree.tensors(server)]))
+        return tree.map_leaves(lambda t: t + next(parts).view_as(t), server)
+
+
+def test_central_privacy_needs_a_tensor_as_a_reference() -> None:
+    task = federate_one_model().task(1)
+    reason = abilities(Gradient(), task)["central"]
+    assert reason is not None
+    assert "where its reference is ZERO_REFERENCE (gradient): give zeros" in reason
+    assert abilities(Gradient(), task)["local"] is None
+    method = Gradient(is_zero=False)
+    assert abilities(method, task)["central"] is None
+    run = run_of(method, **SETTINGS["central"])
+    before = run.state.server.inner
+    run.step()
+    assert max(float((t - before[n]).abs().max()) for n, t in run.state.server.inner.items()) > 1e-3
+
+
+def test_central_privacy_hides_the_number_of_replies() -> None:
+    task = federate_one_model().task(1)
+    reason = abilities(Gradient(is_zero=False, divides="replied"), task)["central"]
+    assert reason is not None
+    assert "Divide by view.planned" in reason
+
+    @dataclass(frozen=True)
+    class Plain(Gradient):
+        def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+            factor = 1.0 / len(view.replied)
+            parts = iter((factor * total["gradient"]).split([t.numel() for t in tree.tensors(server)]))
+            return tree.map_leaves(lambda t: t + next(parts).view_as(t), server)
+
+    reason = abilities(Plain(is_zero=False), task)["central"]
+    assert reason is not None
+    assert "ZeroDivisionError" in reason
+
+
+@dataclass(frozen=True)
+class SumOfExamples(FedAvg):
+    """FedAvg, written as a sum over examples and their number."""
+
+    def contribution(self, server: Any, upload: Any, client: ClientInfo) -> Any:
+        n = float(client.example_count)
+        return {"sum": Sum({k: n * t for k, t in upload.items()}), "count": Sum(torch.tensor(n), counts=True)}
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        return {k: t / total["count"] for k, t in total["sum"].items()}
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+def test_the_median_of_sums_over_examples_is_refused(rule: Any) -> None:
+    with pytest.raises(
+        TaskError, match=r"terms of its sum at sum.* grow with the number of examples.*Mean\(value"
+    ):
+        run_of(SumOfExamples(), robust=Robust(rule, weights="examples"))
+    run_of(FedAvg(), robust=Robust(rule, weights="examples"))
+    # with one example for each client, equal models are that model
+    run = run_of(SumOfExamples(optimizer=SGD(lr=1e-12)), robust=Robust(rule, weights="equal"))
+    before = run.state.server
+    run.step()
+    for n, t in before.items():
+        torch.testing.assert_close(run.state.server[n], t, rtol=1e-6, atol=1e-9)

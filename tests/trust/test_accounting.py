@@ -39,6 +39,12 @@ def poisson(rate: float) -> Sampling:
     return Sampling("poisson", 1000, rate=rate)
 
 
+@pytest.mark.parametrize("delta", [1e-13, 1e-15, 1e-17])
+def test_a_distribution_with_cut_tails_is_no_worse_than_the_moments(delta: float) -> None:
+    bounds = [epsilon(0.8, 20, delta, poisson(0.3), accountant) for accountant in ("rdp", "pld")]
+    assert bounds[1] <= bounds[0] < 40
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampling", "noise", "rounds", "rdp", "pld"),

@@ -174,6 +174,45 @@ def test_a_reference_of_another_form_is_refused() -> None:
     assert compute_update({"w": torch.ones(3)}, {"v": torch.ones(3)}, compared_only=True) == {}
 
 
+@pytest.mark.parametrize("beside", ["in the upload", "in the reference"])
+def test_a_part_without_a_partner_leaves_the_others_their_reference(beside: str) -> None:
+    w, other = draw(3, 2, seed=1), draw(2, seed=2)
+    upload, reference = {"w": w + 1}, {"w": w}
+    longer = upload if beside == "in the upload" else reference
+    longer["other"] = other
+    expected = {"/w": torch.ones(3, 2).double()} | ({"/other": other} if longer is upload else {})
+    update = compute_update(upload, reference)
+    assert update.keys() == expected.keys()
+    for path, t in expected.items():
+        torch.testing.assert_close(update[path], t)
+    compared = compute_update(upload, reference, compared_only=True)
+    assert compared.keys() == {"/w"}
+    rest = tree.decode(tree.encode(remove_compared(upload, reference)))
+    restored = restore_compared(rest, reference, compared)
+    assert restored.keys() == upload.keys()
+    for name, t in upload.items():
+        torch.testing.assert_close(restored[name], t)
+
+
+def test_the_parts_of_lists_of_other_lengths_have_no_partners() -> None:
+    upload, reference = [torch.ones(2), torch.ones(2)], [torch.ones(2)]
+    assert {p: t.tolist() for p, t in compute_update(upload, reference).items()} == {
+        "/0": [1.0] * 2,
+        "/1": [1.0] * 2,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_changed_update_keeps_the_type_in_which_it_is_sent(dtype: torch.dtype) -> None:
+    reference = {"w": draw(3, 2, seed=1).float()}
+    upload = {"w": (reference["w"] + 1).to(dtype)}
+    clipped, _ = clip_update(upload, reference, 0.5)
+    replaced = replace_update(upload, reference, {"/w": torch.full((3, 2), 0.25)})
+    assert clipped["w"].dtype == replaced["w"].dtype == dtype
+    torch.testing.assert_close(replaced["w"].float(), reference["w"] + 0.25, rtol=0, atol=0.02)
+    assert float((clipped["w"].float() - reference["w"]).norm()) == pytest.approx(0.5, abs=0.03)
+
+
 def test_another_update_gives_another_upload() -> None:
     upload, reference = lora_upload(1), lora_upload(2)
     same = replace_update(upload, reference, compute_update(upload, reference))

@@ -468,7 +468,7 @@ def _is_complete(
     except CheckpointError:
         return False
     settings = experiment.run_here
-    _, attacked_federation = apply_attack(federation, settings.trust)
+    _, attacked_federation = apply_attack(federation, settings)
     return (
         record.status.get("state") == "finished"
         and not record.missing

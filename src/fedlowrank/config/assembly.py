@@ -19,7 +19,7 @@ from ..data.clients import make_clients, subsample_training
 from ..data.dataset import ClientData, Dataset, Examples, Inputs, Stored, draw_subset, standardize_client
 from ..data.datasets.csv_table import TableDataset
 from ..data.federation import Federation
-from ..data.partitioning.concept import Concept, apply_concept
+from ..data.partitioning.concept import Concept, LabelShift, apply_concept
 from ..data.partitioning.own_partition import OwnPartition
 from ..data.partitioning.partition import Partition
 from ..data.partitioning.split import Split
@@ -116,6 +116,13 @@ def share_data(experiment: FederationSettings, standardize: bool = True) -> Shar
         data = subsample_training(data, preparation.keep, preparation.keep_at_least, key / "keep")
     if standardize and preparation.normalize == "standard_per_client" and experiment.language is None:
         data = [standardize_client(client) for client in data]
+    if isinstance(experiment.concept, LabelShift) and 0 <= experiment.loss.ignore_index < len(
+        dataset.classes
+    ):
+        raise ConfigError(
+            f"concept.kind = 'label_shift' shifts all labels, and loss.ignore_index = {experiment.loss.ignore_index}, which does "
+            "not count, is one of them. Write -100 in its place in the data, and leave loss.ignore_index out."
+        )
     data = apply_concept(experiment.concept, data, len(dataset.classes))
     if experiment.loss.is_preference:
         data = _compare_responses(experiment, data, dataset.name, language)
@@ -264,6 +271,12 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
+    embedding_models = [n for n, m in models.items() if m.has_embedding]
+    if is_fractional and embedding_models and experiment.data.preparation.normalize != "none":
+        raise ConfigError(
+            f"model {embedding_models[0]} looks up rows of a table, but these inputs are not whole, because data.normalize = "
+            f"{experiment.data.preparation.normalize!r} has scaled them. Set data.normalize to 'none'."
+        )
     choose_heads(models, outputs)
     return models
 

@@ -147,6 +147,11 @@ class Federation:
                     self.augment.check(data.train.x)
                 except DataError as error:
                     raise DataError(f"{info.title}: {error}") from error
+                if data.train.y.ndim > 2:
+                    raise DataError(
+                        f"{info.title}: augment.flip and augment.crop change images and not the labels of their pixels. Leave "
+                        "augment out"
+                    )
         if self.clients[0].train.is_regression:
             self._check_target_widths()
         # a companion makes the head for the number of classes itself

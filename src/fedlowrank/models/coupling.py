@@ -103,11 +103,19 @@ def _repeat_example(x: Any) -> Any:
 
 
 def _mix_batch(x: Any) -> Any:
-    """Make a batch of an example twice, and twice with other numbers: real ones plus 1, all others in reverse order."""
+    """Make a batch of an example twice, and twice with other numbers: real ones plus 1, all others in reverse order.
+
+    Whole numbers in float32 may be rows of a table, which has none beyond the largest.
+    """
     if isinstance(x, dict):
         return {n: _mix_batch(t) for n, t in x.items()}
-    changed_example = x[:1] + 1 if x.is_floating_point() else x[:1].flip([*range(1, x.ndim)])
-    return torch.cat([x[:1], x[:1], changed_example, changed_example])
+    example = x[:1]
+    changes = [example.flip([*range(1, x.ndim)])]
+    if x.is_floating_point():
+        is_whole = torch.equal(example, example.round())
+        changes = [*changes, example.clamp(min=1) - 1, example + 1] if is_whole else [example + 1]
+    changed_example = next((change for change in changes if not torch.equal(change, example)), example)
+    return torch.cat([example, example, changed_example, changed_example])
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -120,7 +120,7 @@ class Run:
             architecture.refuse_later_changes()
         is_backdoor = self.trust.attack.kind == "backdoor"
         self._trigger = trigger_value(federation.clients) if is_backdoor else None
-        self.hostile, federation = apply_attack(federation, self.trust)
+        self.hostile, federation = apply_attack(federation, settings)
         self.federation = move_to_device(federation, settings)
         self.settings = settings
         self.engine = engine.with_micro_batch(settings.micro_batch)

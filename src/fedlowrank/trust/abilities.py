@@ -167,6 +167,30 @@ def require_no_examples(method: AnyMethod, task: Task, entry: str) -> None:
         )
 
 
+def require_no_sums_of_examples(method: AnyMethod, task: Task, entry: str) -> None:
+    """Raise an error if the terms of a sum grow with the number of examples, of which a rule such as the median is no mean.
+
+    Args:
+        method: method to examine.
+        task: task of the run.
+        entry: entry of the experiment that asks for the rule.
+
+    Raises:
+        TaskError: if there is such a sum; the message names it.
+    """
+    trial = _Trial(method, task, method.server_init(task), task.clients[0])
+    upload = trial.upload
+    clients = [dataclasses.replace(trial.client, example_count=n) for n in (1, 2)]
+    few, many = (list(contribution_leaves(trial.contribution(upload, client))) for client in clients)
+    for (path, leaf), (_, other) in zip(few, many, strict=True):
+        if isinstance(leaf, Sum) and not leaf.counts and not tree.equal(leaf.value, other.value):
+            raise TaskError(
+                f"{entry}: {method.title} cannot be used with it: the terms of its sum at {path.strip('/') or 'the top'} grow "
+                "with the number of examples, so that the rule's result is no sum of them. Contribute Mean(value, "
+                "client.example_count), or set robust.weights = 'equal'."
+            )
+
+
 def _single_replies(contribution: Any) -> str | None:
     single_paths = [
         path.strip("/") or "replies"
@@ -259,6 +283,11 @@ def _not_central(trials: list[_Trial], upload: Any) -> str | None:
     reference = first_trial.reference
     if not all(tree.equal(reference, trial.reference) for trial in other_trials):
         return "clients are sent different things, so that their sum has no common reference"
+    if zero_paths := [path.strip("/") or "its top" for path in _plain_values(reference)]:
+        return (
+            f"the noised sum needs tensors where its reference is ZERO_REFERENCE ({', '.join(_short(zero_paths))}): give zeros "
+            "of the shape"
+        )
     client = dataclasses.replace(first_trial.client, example_count=1)
     for value in (upload, reference):
         for _, leaf in contribution_leaves(first_trial.contribution(value, client)):
@@ -266,7 +295,26 @@ def _not_central(trials: list[_Trial], upload: Any) -> str | None:
                 return "the weights of its mean depend on what a client sends"
             if isinstance(leaf, Sum) and any(not t.is_floating_point() for t in tree.tensors(leaf.value)):
                 return "it adds up numbers that are not real"
-    return None
+    return _counts_replies(first_trial, upload)
+
+
+def _counts_replies(trial: _Trial, upload: Any) -> str | None:
+    """The reason why a server needs to know who replied, which central privacy hides; None if it does not."""
+    client = dataclasses.replace(trial.client, example_count=1)
+    totals = map_contributions(lambda _, leaf: leaf.value, trial.contribution(upload, client))
+    view = ServerView(trial.task, 0, trial.task.key / "trial", [], planned=2.0)
+    try:
+        state = trial.method.server_update(trial.server, totals, view)
+    except ArithmeticError as error:
+        found_problem = f"it raises {type(error).__name__}: {error}"
+    else:
+        if all(bool(t.isfinite().all()) for t in tree.tensors(state)):
+            return None
+        found_problem = "its state is not finite"
+    return (
+        f"without the clients that replied, which are private, its server_update fails: {found_problem}. Divide by "
+        "view.planned, the expected number of replies"
+    )
 
 
 def _nothing_to_compress(trial: _Trial, upload: Any) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -44,18 +44,17 @@ TRIGGER_SIZE = 3
 """Side k of the k x k trigger of a backdoor; Gu et al. 2017 (BadNets) use a few pixels in a corner of an image."""
 
 
-def hostile_clients(client_count: int, share: float, key: Key) -> frozenset[int]:
-    """Draw a random subset of the clients 0..count - 1, the same for equal keys.
+def hostile_clients(client_ids: Sequence[int], share: float, key: Key) -> frozenset[int]:
+    """Draw a random subset of some clients, the same for equal keys.
 
     Args:
-        client_count: number of clients, at least 1.
+        client_ids: clients of which some are hostile, at least one: those that may train.
         share: share of hostile clients; the subset has round(share·count) clients, at least 1.
         key: key of the draw.
     """
-    selected_ids = torch.randperm(client_count, generator=key.generator())[
-        : max(1, round(multiply_share(share, client_count)))
-    ]
-    return frozenset(selected_ids.tolist())
+    count = len(client_ids)
+    selected = torch.randperm(count, generator=key.generator())[: max(1, round(multiply_share(share, count)))]
+    return frozenset(client_ids[i] for i in selected.tolist())
 
 
 def poison(

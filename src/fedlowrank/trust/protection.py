@@ -49,7 +49,7 @@ from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..core.tree import Params
 from ..training.tracing import trace_upload
-from .abilities import require_ability, require_no_examples
+from .abilities import require_ability, require_no_examples, require_no_sums_of_examples
 from .compression import Compressed, compress, decompress, parse_stages, with_feedback
 from .privacy.accounting import default_count_noise, next_clip, split_noise
 from .privacy.budget import Budget
@@ -434,6 +434,10 @@ def protect(
         require_no_examples(method, task, f"robust.rule = {rule!r}")
     if rule in ("median", "trimmed_mean", "geometric_median"):
         require_ability(method, task, "robust", f"robust.rule = {rule!r}")
+        if trust.robust.weights == "examples":
+            require_no_sums_of_examples(
+                method, task, f"robust.rule = {rule!r} with robust.weights = 'examples'"
+            )
     if trust.secure.on:
         require_ability(method, task, "secure", "secure.on")
     if not stages and trust.clipping.norm is None:

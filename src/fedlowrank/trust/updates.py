@@ -92,7 +92,7 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
     children = tree.children(upload, path)
     if children is None:
         return
-    reference_parts = _same_parts(children, reference)
+    reference_parts = _parts_of(reference, upload, children)
     for key, child in children:
         yield from pair_with_reference(
             child,
@@ -101,10 +101,17 @@ def pair_with_reference(upload: Any, reference: Any, path: str = "") -> Iterator
         )
 
 
-def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
-    """The parts of a reference by name, or None if their names differ from those of the upload's parts."""
-    parts = None if type(reference) is float else dict(tree.children(reference) or ())
-    return parts if parts is not None and parts.keys() == dict(children).keys() else None
+def _parts_of(reference: Any, upload: Any, children: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    """The reference of each part of an upload, by name; None if the reference has no part in common with it.
+
+    A part that the reference lacks is itself the update, and one that the upload lacks is left out. The parts of a list have
+    no names, so that lists of different lengths have none in common.
+    """
+    parts = {} if type(reference) is float else dict(tree.children(reference) or ())
+    names = dict(children).keys()
+    if (isinstance(upload, list | tuple) and parts.keys() != names) or not parts.keys() & names:
+        return None
+    return {name: parts.get(name, ZERO_REFERENCE) for name in names}
 
 
 def compute_update(upload: Any, reference: Any, *, compared_only: bool = False) -> Params:
@@ -152,6 +159,15 @@ def read_reference(upload: Any, reference: Any) -> Params:
     return numbers
 
 
+def _read_upload(upload: Any, reference: Any) -> Params:
+    """Tensors of an upload by path, those that are updates."""
+    return {
+        leaf_path: t
+        for path, part, _ in pair_with_reference(upload, reference)
+        for leaf_path, t in tree.leaves(part, path)
+    }
+
+
 def replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
     """Return a tree with the parts at some paths, such as tensors, replaced."""
     if path in parts:
@@ -164,8 +180,8 @@ def replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
 
 def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """Return the upload with another update: the sum of the reference and that update."""
-    base = read_reference(upload, reference)
-    numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
+    base, own = read_reference(upload, reference), _read_upload(upload, reference)
+    numbers = {path: (base[path].double() + u.double()).to(own[path]) for path, u in update.items()}
     return replace_parts(upload, numbers)
 
 
@@ -361,9 +377,9 @@ def move_along(upload: Any, reference: Any, t: float) -> Any:
         if isinstance(part, Factored):
             numbers[tree.join_path(path, "s")] = part.s * t * t
             continue
-        base = read_reference(part, ref)
+        base, own = read_reference(part, ref), _read_upload(part, ref)
         numbers |= {
-            path + leaf_path: (base[leaf_path] + t * u).to(base[leaf_path])
+            path + leaf_path: (base[leaf_path] + t * u).to(own[leaf_path])
             for leaf_path, u in compute_update(part, ref).items()
         }
     return replace_parts(upload, numbers)
@@ -379,10 +395,11 @@ def remove_compared(upload: Any, reference: Any) -> Any:
     children = tree.children(upload)
     if children is None:
         return None if repr(upload) == repr(reference) else upload
-    if reference is None or (reference_parts := _same_parts(children, reference)) is None:
+    if reference is None or (reference_parts := _parts_of(reference, upload, children)) is None:
         return upload
     remaining_children = [(key, remove_compared(child, reference_parts[key])) for key, child in children]
-    if all(child is None for _, child in remaining_children):
+    has_same_parts = len(tree.children(reference) or ()) == len(children)
+    if has_same_parts and all(child is None for _, child in remaining_children):
         return None
     return tree.rebuild(upload, remaining_children)
 
@@ -402,8 +419,8 @@ def restore_compared(remainder: Any, reference: Any, update: Mapping[str, Tensor
     children = tree.children(remainder, path)
     if children is None or reference is None or type(reference) is float:
         return remainder
-    reference_parts = dict(tree.children(reference, path) or ())
-    if reference_parts.keys() != dict(children).keys():
+    reference_parts = _parts_of(reference, remainder, children)
+    if reference_parts is None:
         raise TreeError(
             f"what lies beside the update at {path or 'its top'} has other parts than the reference"
         )

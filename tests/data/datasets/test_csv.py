@@ -325,7 +325,7 @@ def test_separators_of_thousands_have_two_readings(tmp_path):
 
 @pytest.mark.parametrize("text", ["NA", "None"])
 def test_texts_that_count_as_empty_are_named(tmp_path, text):
-    (tmp_path / "a.csv").write_text(f"x,x,country,y\n1,1,DE,0\n\n2,1,{text},1\n3,1,,1\n")
+    (tmp_path / "a.csv").write_text(f"x,z,country,y\n1,1,DE,0\n\n2,1,{text},1\n3,1,,1\n")
     with pytest.raises(
         DataError, match=rf"'country' has 2 empty cells, the first in row 2 .*, which reads '{text}'"
     ):
@@ -373,3 +373,67 @@ def test_parquet_columns_of_text_are_categories(tmp_path, kind):
     frame.to_parquet(tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"'code' holds numbers with a decimal comma.*Write them as numbers"):
         Csv(str(tmp_path / "t.parquet"), "y").load()
+
+
+CODES = "x,code\n" + "".join(f"{i},{code}\n" for i, code in enumerate(("01", "02", "A1", "A2") * 5))
+FEW_CODES = "x,code\n" + "".join(f"{i},{code}\n" for i, code in enumerate(("02", "01") * 3))
+
+
+def test_the_type_of_a_column_does_not_depend_on_the_order_of_many_rows(tmp_path):
+    # pandas reads about 2**20 cells at once
+    further_columns = 31
+    codes = ["01", "02", "A1", "A2"] * 10_000
+    head = ",".join(["code", *(f"x{k}" for k in range(further_columns))])
+    rows = ",".join(["", *["1"] * further_columns])
+    for name, order in (("sorted", sorted(codes)), ("mixed", codes)):
+        (tmp_path / f"{name}.csv").write_text("\n".join([head, *(code + rows for code in order)]))
+        data = Csv(str(tmp_path / f"{name}.csv"), label="code").load()
+        assert data.classes == ("01", "02", "A1", "A2")
+        assert torch.bincount(data.train.y).tolist() == [10_000] * 4
+
+
+def test_a_test_file_has_the_types_of_the_training_file(tmp_path):
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    train.write_text(CODES)
+    test.write_text(FEW_CODES)
+    data = Csv(str(train), label="code", test=str(test)).load()
+    assert data.classes == ("01", "02", "A1", "A2")
+    assert data.test.y.tolist() == [1, 0] * 3
+    # as a feature, with an empty cell
+    test.write_text(FEW_CODES + "9,\n")
+    table = Csv(str(train), label="x", test=str(test), missing="mean", task="regression")
+    train.write_text(CODES + "99,\n")
+    assert table.load().test.inputs[:, :3].argmax(1).tolist()[:6] == [1, 0] * 3
+    rows = Csv(str(train), label="x", missing="mean").load_with_rows(str(test))[0].test.inputs
+    assert torch.equal(rows, table.load().test.inputs)
+
+
+def test_a_client_of_a_network_may_lack_the_classes_with_letters(tmp_path):
+    (tmp_path / "own.csv").write_text(FEW_CODES)
+    classes = ("01", "02", "A1", "A2")
+    data = Csv(str(tmp_path / "own.csv"), label="code", classes=classes).load()
+    assert (data.classes, data.train.y.tolist()) == (classes, [1, 0] * 3)
+    # classes that are numbers are equal to them
+    (tmp_path / "own.csv").write_text("x,code\n1,01\n2,2\n")
+    assert Csv(str(tmp_path / "own.csv"), label="code", classes=("2", "1")).load().train.y.tolist() == [1, 0]
+
+
+def test_an_empty_cell_among_truth_values_is_their_mean(tmp_path):
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    train.write_text("a,y\nTrue,0\nFalse,1\nTrue,0\nTrue,1\n")
+    test.write_text("a,y\nTrue,0\n,1\nFalse,1\n")
+    data = Csv(str(train), label="y", test=str(test), missing="mean").load()
+    assert data.test.inputs[:, 0].tolist() == [1.0, 0.75, 0.0]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y,y\n1,0,0\n2,1,1\n")
+    with pytest.raises(DataError, match="several columns 'y'"):
+        Csv(str(tmp_path / "t.csv"), label="y").load()
+
+
+def test_an_empty_client_of_new_rows_is_named_by_its_row(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y,c\n1,0,a\n2,1,b\n")
+    (tmp_path / "rows.csv").write_text("x,c\n1,a\n2,\n")
+    with pytest.raises(DataError, match=r"the column 'c' has 1 empty cell, in row 2 of the data"):
+        Csv(str(tmp_path / "t.csv"), label="y", client="c").load_with_rows(str(tmp_path / "rows.csv"))

@@ -199,3 +199,19 @@ def test_what_images_lose_is_said(tmp_path: Path) -> None:
     Image.fromarray(np.full((2, 2), 4095, np.uint16)).save(tmp_path / "cat" / "d.png")
     with pytest.warns(UserWarning, match="1 images of 16 bits have no value above 4095"):
         Folder(str(tmp_path)).load()
+
+
+@pytest.mark.parametrize("layout", ["auto", "class"])
+def test_a_class_may_be_called_train(tmp_path: Path, layout: str) -> None:
+    paint(tmp_path / "flat", "bus/a", "car/b", "train/c")
+    train, test, _ = load(tmp_path / "flat", layout=layout)
+    assert (train, test) == ([(-1, "bus"), (-1, "car"), (-1, "train")], None)
+    paint(tmp_path / "deep", "bus/day/a", "bus/night/b", "train/day/c", "train/night/d")
+    with pytest.raises(DataError, match=r"not clear whether 'train' is the training part or a class"):
+        load(tmp_path / "deep", layout=layout)
+
+
+def test_a_class_of_a_client_may_be_called_train(tmp_path: Path) -> None:
+    paint(tmp_path, "anna/bus/a", "anna/train/b", "bob/bus/c", "bob/train/d")
+    train, _, _ = load(tmp_path)
+    assert train == [(0, "bus"), (0, "train"), (1, "bus"), (1, "train")]

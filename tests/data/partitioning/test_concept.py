@@ -224,3 +224,28 @@ def test_natural_clusters_go_only_where_clients_differ_by_k_mod_c() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             concept.check(partition, plain)
+
+
+def with_pixel_labels(side: int = 4) -> ClientData:
+    """Images whose pixels have labels: 1 where the first channel is above a half, and -1 where there is no label."""
+    x = images(6, side)
+    y = (x[:, 0] > 0.5).long()
+    y[:, 0, 0] = -1
+    return ClientData(Examples(x[:3], y[:3]), Examples(x[3:4], y[3:4]), Examples(x[4:], y[4:]))
+
+
+def test_labels_of_pixels_turn_with_their_image() -> None:
+    for k, new in enumerate(apply_concept(Rotation(4), [with_pixel_labels()] * 4, 2)):
+        for part in parts(new):
+            counts = part.y >= 0
+            assert torch.equal((part.inputs[:, 0] > 0.5)[counts], part.y[counts] == 1), k
+            assert (~counts).sum() == len(part)
+    with pytest.raises(DataError, match=r"labels of their pixels have no place.*1, 2 or 4"):
+        apply_concept(Rotation(3), [with_pixel_labels()] * 3, 2)
+
+
+def test_a_label_that_does_not_count_is_not_shifted() -> None:
+    old, new = apply_concept(LabelShift(2), [with_pixel_labels()] * 2, 2)
+    for before, after in zip(parts(old), parts(new), strict=True):
+        assert torch.equal(before.y < 0, after.y < 0)
+        assert torch.equal(after.y[after.y >= 0], 1 - before.y[before.y >= 0])

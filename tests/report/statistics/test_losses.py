@@ -119,6 +119,21 @@ class TestBesideAccuracy:
         assert groups[0].headline_results["best_round"].tolist() == [1, 1]
         assert not any(text.startswith("a reaches") for text in findings_of(runs))
 
+    def test_a_method_without_a_finite_loss_at_the_end_is_last_in_a_regression(self, make_run):
+        ends = {
+            "a": [[2.0, 2.0], [0.5, 0.5], [math.nan, math.nan]],
+            "b": [[2.0, 2.0], [1.0, 1.0], [0.8, 0.8]],
+        }
+        runs = [
+            make_run(name, s, rounds=regression_of([[v + 0.01 * s for v in row] for row in losses]))
+            for name, losses in ends.items()
+            for s in (0, 1, 2)
+        ]
+        assert [group.final().diverged for group in group_runs(runs)] == ["6 clients", ""]
+        (text,) = findings_of(runs)
+        assert text.startswith("b reaches the lowest mean test loss")
+        assert text.endswith("Diverged, so last and not tested: a (6 clients).")
+
 
 class TestInsteadOfAccuracy:
     @pytest.mark.full

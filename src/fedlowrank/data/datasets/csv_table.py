@@ -94,7 +94,9 @@ class Csv(CheckedFields):
             DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the message names
                 the column and the row.
         """
-        tables = [self._read(path) for path in (self.path, self.test) if path is not None]
+        tables = [self._read(self.path)]
+        if self.test is not None:
+            tables.append(self._read_like(tables[0], self.test))
         features = self._choose_features(tables[0])
         for table in tables:
             self._check_columns(table, features)
@@ -146,7 +148,8 @@ class Csv(CheckedFields):
         Raises:
             DataError: if the file lacks a column or has an empty cell or a category that the training part lacks.
         """
-        train, rows = self._read(self.path), self._read(path)
+        train = self._read(self.path)
+        rows = self._read_like(train, path)
         features = self._choose_features(train)
         self._check_columns(train, features)
         if missing := [name for name in features if name not in rows.columns]:
@@ -155,7 +158,8 @@ class Csv(CheckedFields):
                 f"{list_first(list(map(repr, features)), _MAX_NAMES)}. {did_you_mean(missing[0], map(str, rows.columns))}"
             )
         checker = replace(self, missing="mean" if self.missing == "mean" else "refuse")
-        checker._check_cells(rows, features, ())
+        client = None if self.client is None or self.client not in rows.columns else self.client
+        checker._check_cells(rows, features, [] if client is None else [client])
         if self.missing == "drop":
             train = _drop_rows(train, features)
         # messages about the test part name its file
@@ -167,7 +171,7 @@ class Csv(CheckedFields):
         test = Examples(inputs[1], torch.zeros(len(rows), *y.shape[1:], dtype=y.dtype))
         wide_columns = _find_wide_columns([train, rows], columns)
         name = Path(self.path).name.split(".")[0]
-        row_clients = tuple(map(str, rows[self.client])) if self.client in rows.columns else None
+        row_clients = None if client is None else tuple(map(str, rows[client]))
         return TableDataset(
             name, Examples(inputs[0], y), test, classes, wide_columns=wide_columns, columns=columns
         ), row_clients
@@ -201,9 +205,24 @@ class Csv(CheckedFields):
             )
         return features
 
-    def _read(self, path: str) -> DataFrame:
-        text_columns = self.categories if self.client is None else (self.client, *self.categories)
-        return _read_table(path, self.decimal, self.separator, text_columns)
+    def _read(self, path: str, text_columns: Sequence[str] = ()) -> DataFrame:
+        names = {*self.categories, *text_columns}
+        if self.client is not None:
+            names.add(self.client)
+        if any(re.fullmatch(r"0|-?[1-9][0-9]*", name) is None for name in self.classes):
+            # a file with some of the classes 01, 02 and A1 may hold nothing but numbers
+            names.add(self.label)
+        return _read_table(path, self.decimal, self.separator, sorted(names))
+
+    def _read_like(self, train: DataFrame, path: str) -> DataFrame:
+        """Read a further file with the types of the training part: its values of a text column may all be numbers."""
+        table = self._read(path, [str(name) for name in train.columns if not _is_number(train[name])])
+        for name in train.columns.intersection(table.columns):
+            # truth values beside empty cells are objects
+            values = table[name].dropna()
+            if train[name].dtype.kind == "b" and all(isinstance(value, bool) for value in values):
+                table[name] = table[name].astype("float64")
+        return table
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
         source = f"{table.attrs['path']!r}"
@@ -509,6 +528,11 @@ def _read_table(path: str, decimal: str, separator: str | None, text_columns: Se
                 # the warning reports dropped cells unless they are empty; without index_col=False the first cells
                 # would become row names
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
+                header = pandas.read_csv(
+                    file, sep=sep, header=None, nrows=1, dtype=str, skipinitialspace=True
+                )
+                # pandas would call the second of two columns y.1
+                _refuse_equal_names(header.iloc[0].dropna(), file)
                 table = pandas.read_csv(
                     file,
                     sep=sep,
@@ -516,6 +540,8 @@ def _read_table(path: str, decimal: str, separator: str | None, text_columns: Se
                     skipinitialspace=True,
                     index_col=False,
                     dtype=dict.fromkeys(text_columns, str),
+                    # one type for a column: by default each block of rows has its own
+                    low_memory=False,
                 )
     except pandas.errors.ParserWarning as error:
         _refuse_single_column(pandas.read_csv(file, sep=sep, nrows=0), file)
@@ -534,6 +560,14 @@ def _read_table(path: str, decimal: str, separator: str | None, text_columns: Se
     _refuse_single_column(table, file)
     table.attrs["path"] = str(file)
     return table
+
+
+def _refuse_equal_names(names: Series, file: Path) -> None:
+    """Refuse a table in which two columns have one name."""
+    if len(repeated := names[names.duplicated()]):
+        raise DataError(
+            f"{str(file)!r} has several columns {repeated.iloc[0]!r}; rename one of them, or remove it if it is a copy."
+        )
 
 
 def _convert_decimals(table: DataFrame) -> DataFrame:

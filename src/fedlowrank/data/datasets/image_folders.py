@@ -177,6 +177,9 @@ def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | No
     """Find the folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
+    if train is not None and any(map(_is_image, train.iterdir())):
+        # the class of trains
+        train = None
     test_folders = [by_name[name] for name in _TEST_NAMES if name in by_name]
     if train is None:
         if len(test_folders) > 1 and len(test_folders) == len(by_name):
@@ -185,7 +188,16 @@ def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | No
             )
         return None, None, []
     test = test_folders[0] if test_folders else None
-    return train, test, [f.name for f in by_name.values() if f not in (train, test)]
+    others = [f for f in by_name.values() if f not in (train, test)]
+    inner_names = {f.name for f in _list_folders(train, required=False)}
+    similar = [f.name for f in others if inner_names & {sub.name for sub in _list_folders(f, required=False)}]
+    if test is None and similar:
+        raise DataError(
+            f"{str(folder)!r} holds {train.name!r} and no test part, and {list_first(similar, _SHOWN)} with folders of the same "
+            f"names, so it is not clear whether {train.name!r} is the training part or a class. Rename the folder of the class, "
+            "or move the other folders elsewhere."
+        )
+    return train, test, [f.name for f in others]
 
 
 def _find_client_images(folder: Path, client: str) -> list[ImageFile]:

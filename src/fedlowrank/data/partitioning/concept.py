@@ -78,7 +78,8 @@ class ClusteredConcept(Concept):
 class Rotation(ClusteredConcept):
     """Cluster c sees all images (training, validation and test) rotated by 360·c/C degrees counter-clockwise.
 
-    Quarter turns are exact. Other angles rotate about the center of the image by bilinear interpolation.
+    Quarter turns are exact, and turn the labels of pixels, too. Other angles rotate about the center of the image by
+    bilinear interpolation.
     Source: Almansoori et al. (FLoRAL), after Werner et al., "Provably Personalized and Robust Federated
     Learning" (2023).
 
@@ -126,14 +127,21 @@ class Rotation(ClusteredConcept):
                 f"concept 'rotation' turns images of {height}×{width} into {width}×{height}, which no model "
                 "accepts beside the others. Use square images, or concept.clusters = 2."
             )
+        y, has_pixel_labels = examples.y, examples.y.ndim > 2
         if turns:
-            return Examples(torch.rot90(x, turns, (2, 3)).contiguous(), examples.y)
+            y = torch.rot90(y, turns, (-2, -1)).contiguous() if has_pixel_labels else y
+            return Examples(torch.rot90(x, turns, (2, 3)).contiguous(), y)
+        if has_pixel_labels:
+            raise DataError(
+                f"concept 'rotation' with {self.clusters} clusters turns images by angles at which the labels of their pixels "
+                "have no place. Set concept.clusters to 1, 2 or 4."
+            )
         return Examples(rotate_images(x, 2 * math.pi * cluster / self.clusters, self.fill), examples.y)
 
 
 @dataclass(frozen=True)
 class LabelShift(ClusteredConcept):
-    """Cluster c sees label y, of training, validation and test examples, as (y + c) mod classes.
+    """Cluster c sees label y, of training, validation and test examples, as (y + c) mod classes; negative labels stay.
 
     Source: Almansoori et al. (FLoRAL), after Werner et al., "Provably Personalized and Robust Federated
     Learning" (2023).
@@ -151,7 +159,11 @@ class LabelShift(ClusteredConcept):
                 f"concept 'label_shift': {self.clusters} clusters cannot all differ with {class_count} classes. "
                 f"Lower concept.clusters to {class_count} or less."
             )
-        return Examples(examples.x, (examples.y + cluster) % class_count) if cluster else examples
+        if not cluster:
+            return examples
+        shifted = (examples.y + cluster) % class_count
+        # negative numbers are no class: pixels and tokens without a label
+        return Examples(examples.x, torch.where(examples.y < 0, examples.y, shifted))
 
     def note(self, cluster: int) -> str:
         """See `Concept.note`."""

@@ -275,6 +275,12 @@ class RunStatistics:
         # the divergence of a client must not make a round better
         worst_value = math.inf if measure.is_loss else -math.inf
         diverged_counts = self._count_diverged(series, measure, "test")
+        losses = self._read_losses(series, "test")
+        # a round in which no value is finite has no row in the curve
+        if len(losses) and losses.index[-1] > last_round:
+            diverged_count = int(np.isinf(losses.iloc[-1]).sum())
+        else:
+            diverged_count = diverged_counts.iloc[-1]
         means = test_curve["mean"]
         finite_means = means.where(diverged_counts == 0, worst_value)
         trained_means = means[means.index > 0]
@@ -296,7 +302,7 @@ class RunStatistics:
             without=last_row["without"],
             not_evaluated=last_row["not_evaluated"],
             non_finite=last_row["non_finite"],
-            diverged=diverged_counts.iloc[-1],
+            diverged=diverged_count,
             last_ten=(means if trained_means.empty else trained_means).tail(LAST_EVALUATIONS).mean(),
             best_test=means.iloc[find_best(finite_means, lower_is_better=measure.is_loss) or 0],
             best_round=best_round,
@@ -309,10 +315,13 @@ class RunStatistics:
         """Count the clients whose value or loss is not finite, by round."""
         counts = self.curve(series, measure, split)["non_finite"]
         # from the table: a curve has no round in which all losses are not finite
-        losses = self.table.of_clients(TEST_LOSS.name, series or "", split)
-        counted_losses = losses[self.table.select_clients("counted", losses.shape[1])]
-        diverged = np.isinf(counted_losses).sum(axis=1).reindex(counts.index, fill_value=0)
+        diverged = np.isinf(self._read_losses(series, split)).sum(axis=1).reindex(counts.index, fill_value=0)
         return pd.concat([counts, diverged], axis=1).max(axis=1).astype(int)
+
+    def _read_losses(self, series: str | None, split: str) -> pd.DataFrame:
+        """Losses of the clients that count in means, with rows of rounds."""
+        losses = self.table.of_clients(TEST_LOSS.name, series or "", split)
+        return losses[self.table.select_clients("counted", losses.shape[1])]
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that count in means, by client, at the last evaluated round."""

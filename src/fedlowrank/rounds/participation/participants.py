@@ -15,6 +15,29 @@ from ..run_settings import RunSettings
 from .unequal_sampling import choose_by_loss, draw_by_size, weights_by_size
 
 
+def draw_unseen(client_count: int, share: float, key: Key) -> frozenset[int]:
+    """Draw the clients that never train.
+
+    Args:
+        client_count: number of clients in the federation.
+        share: share of them, ``run.unseen``.
+        key: root key of the federation's randomness.
+
+    Raises:
+        ConfigError: if no client is left to train, or the share rounds to none.
+    """
+    count = round_half_up(multiply_share(share, client_count))
+    if share and not count:
+        raise ConfigError(
+            f"run.unseen = {share} of {client_count} clients rounds to no client. Set it to "
+            f"{1 / client_count:.3g}, which is one client, or leave it out"
+        )
+    if count >= client_count:
+        raise ConfigError(f"run.unseen = {share} leaves no client of {count} to train")
+    order = (key / "unseen").numpy().permutation(client_count)
+    return frozenset(order[:count].tolist())
+
+
 class Participants:
     """Draws the clients of each round.
 
@@ -38,16 +61,7 @@ class Participants:
     def __init__(self, client_count: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
         self._share, self._key = settings.participation, key / "participants"
         self._secret, self._last = secret, (-1, list[int]())
-        count = round_half_up(multiply_share(settings.unseen, client_count))
-        if settings.unseen and not count:
-            raise ConfigError(
-                f"run.unseen = {settings.unseen} of {client_count} clients rounds to no client. Set it to "
-                f"{1 / client_count:.3g}, which is one client, or leave it out"
-            )
-        if count >= client_count:
-            raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
-        order = (key / "unseen").numpy().permutation(client_count)
-        self.unseen = frozenset(order[:count].tolist())
+        self.unseen = draw_unseen(client_count, settings.unseen, key)
         self.seen = [i for i in range(client_count) if i not in self.unseen]
         self.sampling = _sampling(settings, len(self.seen))
         self._kind, self._count = settings.sampling, count_participants(self._share, len(self.seen))

@@ -11,8 +11,9 @@ from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
 from ...models.coupling import find_coupling
 from ...trust.attacks import claimed_examples, hostile_clients, poison, trigger_value
-from ...trust.trust_settings import Robust, Trust
+from ...trust.trust_settings import Robust
 from ..logs.progress import tell
+from ..participation.participants import draw_unseen
 from ..run_settings import RunSettings
 
 MOST_EXAMPLES = 10
@@ -37,12 +38,14 @@ def move_to_device(federation: Federation, settings: RunSettings) -> Federation:
     return federation.to(settings.device)
 
 
-def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
-    """Draw the hostile clients, and apply the attack to their data and sizes in the federation."""
-    attack, infos, clients = trust.attack, list(federation.infos), list(federation.clients)
+def apply_attack(federation: Federation, settings: RunSettings) -> tuple[frozenset[int], Federation]:
+    """Draw the hostile clients among those that may train, and apply the attack to their data and sizes in the federation."""
+    attack, infos, clients = settings.attack, list(federation.infos), list(federation.clients)
     if attack.kind == "none":
         return frozenset(), federation
-    hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
+    unseen = draw_unseen(len(infos), settings.unseen, federation.key)
+    seen = [i for i in range(len(infos)) if i not in unseen]
+    hostile = hostile_clients(seen, attack.share, federation.key / "hostile")
     # the choice between the responses of a pair is a label, too
     classes = 2 if federation.loss.is_preference else len(federation.classes)
     value = trigger_value(clients) if attack.kind == "backdoor" else None

@@ -254,7 +254,8 @@ def _compose(rounds: tuple[tuple[float, Sampling, int], ...], delta: float, acco
     if accountant == "rdp" or bound > _LARGEST_PLD_EPSILON:
         return bound
     losses = (_pld_of_a_round(n, s.probability).self_compose(count) for n, s, count in rounds)
-    return float(reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta))
+    # both are upper bounds; the distribution's tails, which are cut at 1e-15, count as an infinite loss below that δ
+    return min(bound, float(reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta)))
 
 
 @lru_cache(maxsize=1024)
