@@ -209,6 +209,55 @@ def test_an_embedding_that_gets_real_numbers_is_told_of_the_conversion() -> None
         Federation.from_arrays([(BYTES.reshape(6, 6), Y)], Mixed)
 
 
+class Bag(nn.Module):
+    """Looks up the rows of words."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(50, 8), nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.table(x.long()).mean(1))
+        return scores
+
+
+class Positions(nn.Module):
+    """Looks up rows of positions, and none of its inputs."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(6, 8), nn.Linear(6, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(x + self.table(torch.arange(6)).mean(1))
+        return scores
+
+
+def make_bag(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Bag(classes)
+
+
+def make_positions(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Positions(classes)
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("make_bag", True), ("make_positions", False)])
+def test_numbers_of_words_that_were_scaled_are_refused(tmp_path: Path, name: str, is_refused: bool) -> None:
+    np.savez(tmp_path / "ids.npz", x=np.arange(120).reshape(20, 6) % 50, y=np.arange(20) % 3)
+    fields: dict[str, Any] = {
+        "data": {"source": "arrays", "path": str(tmp_path / "ids.npz")},
+        "partition": {"clients": 2},
+        "model": {"names": [f"{__name__}:{name}"]},
+    }
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"takes whole numbers.*data\.normalize to 'none'"):
+            ExperimentConfig.parse(fields).federation()
+    else:
+        ExperimentConfig.parse(fields).federation()
+    fields["data"]["normalize"] = "none"
+    ExperimentConfig.parse(fields).federation()
+
+
 @pytest.mark.parametrize("model", ["char_lstm", "char_lstm_w64"])
 def test_an_experiment_whose_characters_became_pixels_is_refused(tmp_path: Path, model: str) -> None:
     fields: dict[str, Any] = {

@@ -56,6 +56,15 @@ def test_the_report_shows_them(run: Path, tmp_path: Path) -> None:
     assert "| who is the fox? | HetLoRA, client 1, round 2 |" in text
 
 
+def test_an_answer_with_lines_and_marks_of_markdown_is_one_row_of_the_table(run: Path, tmp_path: Path) -> None:
+    file = run / "answers.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["answer"] = "1. red\n2. *blue*\n\n<b>"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 0
+    assert "| before | 1. red 2. \\*blue\\* &lt;b&gt; |" in (tmp_path / "report.md").read_text()
+
+
 def test_a_run_that_goes_on_replaces_its_last_answers(run: Path) -> None:
     assert main(["resume", str(run), "run.rounds=3"]) == 0
     assert {r["round"] for r in RunRecord.load(run).answers} == {0, 2, 3}

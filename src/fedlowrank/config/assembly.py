@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..core.contract import ClientInfo
 from ..core.errors import ConfigError
@@ -83,6 +84,10 @@ class Shares:
     notes: tuple[str, ...] = ()
     language: Language | None = None
     columns: tuple[str, ...] = ()
+
+
+_TRIED_EXAMPLES = 8
+"""Examples on which it is tried whether a model reads the whole part of its inputs alone."""
 
 
 def share_data(experiment: FederationSettings, standardize: bool = True) -> Shares:
@@ -258,7 +263,8 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
     if not isinstance(lora, LoraSettings):
         raise ConfigError("language: these data are no texts")
     x = first_examples.inputs
-    is_fractional = isinstance(x, torch.Tensor) and bool((x != x.round()).any())
+    inputs = None if isinstance(x, dict) else x
+    is_fractional = inputs is not None and bool((inputs != inputs.round()).any())
     character_models = [n for n in experiment.model.names if n in CHARACTER_MODELS]
     if is_fractional and character_models:
         raise ConfigError(
@@ -271,14 +277,22 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
-    embedding_models = [n for n, m in models.items() if m.has_embedding]
-    if is_fractional and embedding_models and experiment.data.preparation.normalize != "none":
-        raise ConfigError(
-            f"model {embedding_models[0]} looks up rows of a table, but these inputs are not whole, because data.normalize = "
-            f"{experiment.data.preparation.normalize!r} has scaled them. Set data.normalize to 'none'."
-        )
+    if inputs is not None and is_fractional:
+        _refuse_scaled_ids(experiment, models, inputs[:_TRIED_EXAMPLES])
     choose_heads(models, outputs)
     return models
+
+
+def _refuse_scaled_ids(experiment: FederationSettings, models: Mapping[str, Architecture], x: Tensor) -> None:
+    """Raise ConfigError if a model reads the whole part of its inputs alone, as one that looks up rows of a table."""
+    for name, model in models.items():
+        with torch.no_grad():
+            reads_whole_part = torch.equal(model.probe(x), model.probe(x.trunc()))
+        if reads_whole_part:
+            raise ConfigError(
+                f"model {name} takes whole numbers, such as those of words, but these inputs have fractions. Set data.normalize "
+                f"to 'none', which is {experiment.data.preparation.normalize!r}."
+            )
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:

@@ -103,19 +103,27 @@ def _repeat_example(x: Any) -> Any:
 
 
 def _mix_batch(x: Any) -> Any:
-    """Make a batch of an example twice, and twice with other numbers: real ones plus 1, all others in reverse order.
+    """Make a batch of an example twice, and twice with other numbers: real ones plus 1, named whole ones in reverse order.
 
-    Whole numbers in float32 may be rows of a table, which has none beyond the largest.
+    Other whole numbers, in float32, too, may be rows of a table, which has none beyond the largest: they become one less.
     """
     if isinstance(x, dict):
-        return {n: _mix_batch(t) for n, t in x.items()}
+        return {n: _mix_batch(t) if t.is_floating_point() else _twice(t, _reverse(t)) for n, t in x.items()}
     example = x[:1]
-    changes = [example.flip([*range(1, x.ndim)])]
-    if x.is_floating_point():
-        is_whole = torch.equal(example, example.round())
-        changes = [*changes, example.clamp(min=1) - 1, example + 1] if is_whole else [example + 1]
-    changed_example = next((change for change in changes if not torch.equal(change, example)), example)
-    return torch.cat([example, example, changed_example, changed_example])
+    if x.dtype == torch.bool:
+        return _twice(example, ~example)
+    if x.is_floating_point() and not torch.equal(example, example.round()):
+        return _twice(example, example + 1)
+    changes = [example.clamp(min=1) - 1, _reverse(example), example + 1]
+    return _twice(example, next(change for change in changes if not torch.equal(change, example)))
+
+
+def _reverse(x: Tensor) -> Tensor:
+    return x[:1].flip([*range(1, x.ndim)])
+
+
+def _twice(example: Tensor, changed_example: Tensor) -> Tensor:
+    return torch.cat([example[:1], example[:1], changed_example, changed_example])
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -17,6 +17,7 @@ from fedlowrank.core.errors import ConfigError, DataError, LossError
 from fedlowrank.core.learning.losses import as_loss
 from fedlowrank.data.dataset import Examples
 from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.models.coupling import mixes_examples
 from fedlowrank.results.evaluation import scoring
 from fedlowrank.results.evaluation.pools import concatenate_sets
 from fedlowrank.rounds.outcome.result import Result
@@ -165,6 +166,28 @@ def test_a_module_that_mixes_examples_is_found_though_its_last_layer_begins_at_z
         assert result.rounds[-1].values("loss", split="test")[client] == pytest.approx(
             float(expected), rel=1e-5
         )
+
+
+def test_numbers_of_words_in_real_numbers_stay_rows_of_the_table_in_a_trial() -> None:
+    """The first example has the last row of the table, beyond which there is none."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(10, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.table(x.long()).mean(1))
+
+    class Mixing(Words):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            return scores - scores.mean(0)
+
+    x = torch.arange(9, 39).reshape(10, 3).float() % 10
+    for model, is_mixing in ((Words, False), (Mixing, True)):
+        federation = Federation.from_arrays([(x, torch.arange(10) % 3)] * 2, model)
+        assert mixes_examples(federation.architectures["model"]) == is_mixing
 
 
 # -- scores of any form ---------------------------------------------------------------------------------------

@@ -27,5 +27,5 @@ def _answers_markdown(rows: Sequence[AnswerRow]) -> str:
     if not rows:
         return ""
     lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
-    cells = [["<br>".join(map(escape_markdown, text.splitlines())) for text in row] for row in rows]
+    cells = [[escape_markdown(text) for text in row] for row in rows]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])
