@@ -144,7 +144,7 @@ class Attack(CheckedFields):
     Attributes:
         kind: label_flip and backdoor change their training data; sign_flip, scaled, gaussian, alie ("a little
             is enough") and inner_product change their updates; examples lies about n_k.
-        share: share of the clients that are hostile, drawn at random.
+        share: share of the clients that may train (all but those of ``run.unseen``) that are hostile, drawn at random.
         strength: strength of the attack; None for its default (:mod:`fedlowrank.trust.attacks`).
         target: class that the trigger of a backdoor leads to.
     """
