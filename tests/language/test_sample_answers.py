@@ -56,7 +56,9 @@ def test_the_report_shows_them(run: Path, tmp_path: Path) -> None:
     assert "| who is the fox? | HetLoRA, client 1, round 2 |" in text
 
 
-def test_an_answer_with_lines_and_marks_of_markdown_is_one_row_of_the_table(run: Path, tmp_path: Path) -> None:
+def test_an_answer_with_lines_and_marks_of_markdown_is_one_row_of_the_table(
+    run: Path, tmp_path: Path
+) -> None:
     file = run / "answers.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0]["answer"] = "1. red\n2. *blue*\n\n<b>"

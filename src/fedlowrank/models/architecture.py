@@ -766,7 +766,10 @@ def _versions_of_frozen(module: nn.Module) -> dict[str, int]:
     """How often each frozen parameter has been changed in place.
 
     Inference tensors have no such number, and an embedding with ``max_norm`` rescales the rows that it reads; they count as 0.
+    Layers that accelerate has placed are left out, because it replaces their parameters.
     """
+    if is_placed(module):
+        return {}
     return {
         f"{path}.{n}".lstrip("."): 0 if p.is_inference() or getattr(layer, "max_norm", None) else p._version
         for path, layer in module.named_modules()

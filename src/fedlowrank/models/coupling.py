@@ -112,10 +112,10 @@ def _mix_batch(x: Any) -> Any:
     example = x[:1]
     if x.dtype == torch.bool:
         return _twice(example, ~example)
-    if x.is_floating_point() and not torch.equal(example, example.round()):
+    if x.is_complex() or (x.is_floating_point() and not torch.equal(example, example.round())):
         return _twice(example, example + 1)
     changes = [example.clamp(min=1) - 1, _reverse(example), example + 1]
-    return _twice(example, next(change for change in changes if not torch.equal(change, example)))
+    return _twice(example, next((change for change in changes if not torch.equal(change, example)), example))
 
 
 def _reverse(x: Tensor) -> Tensor:

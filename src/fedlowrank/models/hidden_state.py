@@ -13,6 +13,7 @@ Frozen parameters may not change at all, which every training pass checks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -159,16 +160,9 @@ def _find_shared_buffer(module: nn.Module, trial_model: Architecture, x: Any) ->
     _ = _score(trial_model, x, is_training=True)
     references: dict[int, list[str]] = {}
     for path, layer in trial_model.module.named_modules():
-        tables = layer._buffers, {n: v for n, v in vars(layer).items() if n not in _BASE}
-        for name, value in ((n, v) for table in tables for n, v in table.items()):
-            values = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list | tuple)
-                else [value]
-            )
-            for tensor in values:
+        attributes = {n: v for n, v in vars(layer).items() if n not in _BASE}
+        for name, value in (*layer._buffers.items(), *attributes.items()):
+            for tensor in _items(value):
                 if isinstance(tensor, Tensor) and tensor.numel():
                     references.setdefault(_memory(tensor), []).append(f"{path}.{name}".lstrip("."))
     first_buffers = dict(module.named_buffers())
@@ -180,6 +174,13 @@ def _find_shared_buffer(module: nn.Module, trial_model: Architecture, x: Any) ->
         if is_changed and len(names := references.get(_memory(buffer), [])) > 1:
             return names
     return []
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """The values of a dict, the items of a list or tuple, or the value itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _memory(tensor: Tensor) -> int:

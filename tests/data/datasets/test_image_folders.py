@@ -211,6 +211,11 @@ def test_a_class_may_be_called_train(tmp_path: Path, layout: str) -> None:
         load(tmp_path / "deep", layout=layout)
 
 
+def test_an_image_beside_the_classes_of_the_training_part_makes_it_no_class(tmp_path: Path) -> None:
+    paint(tmp_path, "train/cat/a", "train/dog/b", "test/cat/c", "train/overview")
+    assert load(tmp_path)[0] == [(-1, "cat"), (-1, "dog")]
+
+
 def test_a_class_of_a_client_may_be_called_train(tmp_path: Path) -> None:
     paint(tmp_path, "anna/bus/a", "anna/train/b", "bob/bus/c", "bob/train/d")
     train, _, _ = load(tmp_path)

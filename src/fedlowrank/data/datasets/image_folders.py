@@ -177,7 +177,11 @@ def _find_part_folders(folder: Path, folders: Iterable[Path]) -> tuple[Path | No
     """Find the folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
-    if train is not None and any(map(_is_image, train.iterdir())):
+    if (
+        train is not None
+        and any(map(_is_image, train.iterdir()))
+        and not _list_folders(train, required=False)
+    ):
         # the class of trains
         train = None
     test_folders = [by_name[name] for name in _TEST_NAMES if name in by_name]
