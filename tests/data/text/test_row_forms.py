@@ -596,6 +596,16 @@ def test_labels_that_are_whole_numbers_are_numbers(tmp_path: Path) -> None:
     assert [r.label for r in actual.parts[0]] == [2, 10]
 
 
+def test_labels_are_numbers_only_if_those_of_all_files_are(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,1\nb,02\nc,A1\n")
+    (tmp_path / "b.csv").write_text("text,label\nd,02\ne,1\n")
+    files = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    tested = TextRows(files[0], test=files[1]).load()
+    assert [[r.label for r in part] for part in tested.parts] == [["1", "02", "A1"], ["02", "1"]]
+    joined = TextRows(files, test_share=0.0).load()
+    assert [r.label for r in joined.parts[0]] == ["1", "02", "A1", "02", "1"]
+
+
 def test_lines_are_read_as_they_are(tmp_path: Path) -> None:
     question = {"role": "user", "content": "2020-01-01"}
     rows = [{"messages": [question, {"role": "assistant", "content": "2020-01-02T00:00"}]}]

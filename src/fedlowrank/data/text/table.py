@@ -300,7 +300,7 @@ def _read_lines(file: Path) -> Table:
 
 
 def _read_csv(file: Path, delimiter: str) -> Table:
-    """Rows of text; an empty cell is a null. Labels that are whole numbers in all rows are numbers."""
+    """Rows of text; an empty cell is a null."""
     # as much as a C long holds everywhere
     csv.field_size_limit((1 << 31) - 1)
     with _open_text(file) as stream:
@@ -311,12 +311,26 @@ def _read_csv(file: Path, delimiter: str) -> Table:
     for number, row in enumerate(rows, 1):
         if None in row:
             raise DataError(f"{str(file)!r}, row {number} has more cells than the header has names.")
-    clean_rows = [{name: value or None for name, value in row.items()} for row in rows]
+    return Table(str(file), [{name: value or None for name, value in row.items()} for row in rows])
+
+
+def number_labels(tables: Sequence[Table]) -> list[Table]:
+    """Convert the labels of CSV files to numbers if they are whole numbers in all rows of all these files.
+
+    A file by itself may lack the labels that have letters.
+    """
+    changed_tables = list(tables)
+    is_csv = [Path(table.source.removesuffix(".gz")).suffix in (".csv", ".tsv") for table in tables]
     for name in ("label", "labels"):
-        values = [row.get(name) for row in clean_rows]
+        indices = [
+            i for i, table in enumerate(changed_tables) if is_csv[i] and table.rows and name in table.rows[0]
+        ]
+        values = [row[name] for i in indices for row in changed_tables[i].rows]
         if values and all(value is not None and _WHOLE_NUMBER.fullmatch(value) for value in values):
-            clean_rows = [{**row, name: int(str(row[name]))} for row in clean_rows]
-    return Table(str(file), clean_rows)
+            for i in indices:
+                rows = [{**row, name: int(row[name])} for row in changed_tables[i].rows]
+                changed_tables[i] = replace(changed_tables[i], rows=rows)
+    return changed_tables
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:

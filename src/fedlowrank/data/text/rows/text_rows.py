@@ -22,6 +22,7 @@ from ..table import (
     DATA_ENDINGS,
     Table,
     choose_title,
+    number_labels,
     read_data_file,
     read_split,
     refuse_split_of_file,
@@ -118,22 +119,22 @@ class TextRows(CheckedFields):
         """The records; see `TextSource.load`."""
         notes: list[str] = []
         train_tables = self._read_train_tables()
-        test_tables = self._read_test_tables()
-        forms = {table.source: self._choose_form(table) for table in [*train_tables, *test_tables]}
+        tables = number_labels([*train_tables, *self._read_test_tables()])
+        train_tables, test_tables = tables[: len(train_tables)], tables[len(train_tables) :]
+        forms = {table.source: self._choose_form(table) for table in tables}
         self._check_one_form(forms)
         train_parts, test_parts = (
             [self._read(table, forms, notes) for table in tables] for tables in (train_tables, test_tables)
         )
-        self._check_one_type([*train_tables, *test_tables], [*train_parts, *test_parts])
+        self._check_one_type(tables, [*train_parts, *test_parts])
         train, test = self._join(train_parts), self._join(test_parts)
-        self._check_one_order([*train_tables, *test_tables], forms)
+        self._check_one_order(tables, forms)
         remaining_records, test_records = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
         columns = FORMS[form].describe()
         origin = "set by data.form" if self.form != "auto" else "recognized by its columns"
         files_text = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
         setting_columns = (self.client_column, self.category_column)
-        tables = [*train_tables, *test_tables]
         unread_columns = sorted(
             {name for table in tables for name in list_unread_columns(table, form, *setting_columns)}
         )
