@@ -542,3 +542,35 @@ class Emptied(Net):
 def test_a_buffer_begins_and_stays_a_tensor(module: type[Net], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         simulate(FEDAVG, made(module()), rounds=1)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")
+def test_a_sparse_buffer_is_one_like_any_other(layout: torch.layout) -> None:
+    """The adjacency of a graph convolution."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            adjacency = torch.eye(6) + torch.eye(6).roll(1, 0)
+            self.register_buffer(
+                "adjacency", adjacency.to_sparse(layout=layout) if layout != torch.strided else adjacency
+            )
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.last((self.adjacency @ x.T).T)
+            return scores
+
+    network = Graph()
+    start = {n: p.detach().clone() for n, p in network.named_parameters()}
+    result = simulate(FedAvg(epochs=1, batch_size=16, optimizer=SGD(lr=0.1)), made(network), rounds=1)
+    ends = []
+    for x, y in ((X, Y), (X[:8], Y[:8])):
+        # PyTorch does not copy a module with a CSR tensor
+        trained = Graph()
+        trained.load_state_dict(start, strict=False)
+        functional.cross_entropy(trained(x), y).backward()
+        ends.append({n: p.detach() - 0.1 * p.grad for n, p in trained.named_parameters()})
+    for name, p in result.run.state.server.items():
+        torch.testing.assert_close(p, (2 * ends[0][name] + ends[1][name]) / 3)

@@ -17,7 +17,7 @@ from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
-from .fingerprint import describe_layers, digest_frozen
+from .fingerprint import as_dense, describe_layers, digest_frozen
 from .module_copy import copy_module
 from .packed_weights import count_entries, is_packed
 from .placement import is_placed
@@ -804,7 +804,8 @@ def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    # PyTorch does not compare sparse tensors
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_dense(a), as_dense(b))
 
 
 def build_architecture(

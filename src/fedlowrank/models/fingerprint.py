@@ -178,8 +178,13 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
 
 
+def as_dense(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or the dense form of a sparse one."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def _bytes_of(tensor: Tensor) -> bytes:
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    dense = as_dense(tensor.detach())
     if dense.numel() == 0:
         return b""
     return dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -25,7 +25,7 @@ from ..core.key import Key
 from ..core.learning.losses import Loss
 from ..core.tree import map_leaves
 from .architecture import Architecture
-from .fingerprint import describe_attributes
+from .fingerprint import as_dense, describe_attributes
 from .module_copy import copy_module, is_compiled
 from .placement import is_placed
 from .standard import is_of_libraries, remove_hooks
@@ -251,6 +251,7 @@ def _is_equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether tensors are equal up to a difference relative to the largest finite number; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    a, b = as_dense(a), as_dense(b)
     bound = tolerance * float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tolerance and a.numel() else 0.0
     return torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)
 
