@@ -222,6 +222,67 @@ def test_a_model_that_goes_on_after_its_head_is_refused() -> None:
         made.represent(made.initial, torch.randn(1, 6))
 
 
+class Ended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.scale, self.dropout = nn.Parameter(torch.ones(())), nn.Dropout(0.5)
+
+    def end(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.head(torch.tanh(self.body(x))))
+
+
+class Temperature(Ended):
+    """A learned one, which begins at 1."""
+
+    def end(self, scores: Tensor) -> Tensor:
+        return scores * self.scale
+
+
+class DropoutAfter(Ended):
+    def end(self, scores: Tensor) -> Tensor:
+        return self.dropout(scores)
+
+
+class NoiseAfter(Ended):
+    def end(self, scores: Tensor) -> Tensor:
+        return scores + torch.randn_like(scores) if self.training else scores
+
+
+class Adjusted(Ended):
+    """Adds the logarithm of the classes' shares in training alone."""
+
+    def end(self, scores: Tensor) -> Tensor:
+        return scores + torch.tensor([0.8, 0.15, 0.05]).log() if self.training else scores
+
+
+class DropoutBefore(Ended):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(torch.tanh(self.body(x))))
+
+
+@pytest.mark.parametrize("kind", [Temperature, DropoutAfter, NoiseAfter, Adjusted])
+def test_what_follows_the_head_in_training_or_after_a_step_is_found(kind: type[Ended]) -> None:
+    with pytest.raises(TaskError, match="does not end in 'head'"):
+        Architecture("ended", kind(), torch.randn(1, 6), head="head")
+    # nor is such a layer chosen
+    module = kind()
+    module.last = module._modules.pop("head")
+    type(module).head = property(lambda self: self.last)  # type: ignore[attr-defined]
+    try:
+        assert not Architecture("ended", module, torch.randn(1, 6)).choose_head(3)
+    finally:
+        del type(module).head  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [Ended, DropoutBefore])
+def test_random_layers_before_the_head_are_no_reason(kind: type[Ended]) -> None:
+    assert Architecture("ended", kind(), torch.randn(1, 6), head="head").width == 8
+
+
 def test_a_model_without_a_head_can_be_applied_but_not_split() -> None:
     a = Architecture("plain", nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(1, 6))
     assert a.apply(a.initial, torch.randn(3, 6)).shape == (3, 2)

@@ -398,9 +398,40 @@ class Architecture:
             r.ndim < 2
             or split_scores.shape != expected_scores.shape
             or not torch.allclose(split_scores, expected_scores, rtol=1e-4, atol=1e-5)
+            or (not self.is_standard and any(map(self._differs_when_split, (False, True))))
         ):
             raise split_error
         self._width = int(r.shape[-1])
+
+    def _differs_when_split(self, mode: bool) -> bool:
+        """Whether the head makes other scores of the representation than the model, in training or evaluation mode.
+
+        The parameters are not the initial ones, among which a scale of 1 or a head of zeros hides what follows the head. Dropout,
+        noise or a temperature may follow it in training alone.
+        """
+        generator = _PROBE.generator()
+        params = self._code.neutral() | {
+            n: p + 0.1 * torch.randn(p.shape, generator=generator).to(p) for n, p in self.initial.items()
+        }
+        with unchanged(self.module), torch.no_grad():
+            self.set_training(mode)
+            try:
+                with _PROBE.global_generators(self.device):
+                    expected_scores = self.apply(params, self.example)
+            except (RuntimeError, ValueError, TaskError):
+                # one example may be too few to train on, and the model runs in evaluation mode
+                self.set_training(False)
+                return False
+            try:
+                with _PROBE.global_generators(self.device):
+                    split_scores = self.head(params, self.represent(params, self.example))
+            except (RuntimeError, ValueError, TaskError):
+                return True
+            finally:
+                self.set_training(False)
+        return split_scores.shape != expected_scores.shape or not torch.allclose(
+            split_scores, expected_scores, rtol=1e-4, atol=1e-5, equal_nan=True
+        )
 
     def probe(self, x: Any) -> Tensor:
         """Compute scores of a few inputs by the initial parameters, with identity batch normalization.

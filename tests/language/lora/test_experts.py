@@ -72,3 +72,39 @@ def test_factors_on_experts_are_refused(mixtral: Path, tmp_path: Path) -> None:
         run_rounds(tables_of(mixtral, tmp_path, target_modules=["q_proj", "down_proj"]), 0)
     with pytest.raises(FedlowrankError, match="one pair of rank r · E"):
         run_rounds(tables_of(mixtral, tmp_path, target_parameters=["mlp.experts.down_proj"]), 0)
+
+
+@pytest.fixture(scope="module")
+def glm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a layer without experts, and one with experts beside an expert that all tokens share."""
+    folder = tmp_path_factory.mktemp("glm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    config = transformers.Glm4MoeConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        vocab_size=len(tokenizer),
+    )
+    build_module(lambda: transformers.Glm4MoeForCausalLM(config), Key((0,))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_names_that_peft_takes_for_experts_are_left_out_or_refused(glm: Path, tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"adapts k_proj, o_proj, q_proj, v_proj and no experts"):
+        run = run_rounds(tables_of(glm, tmp_path, target_modules="all-linear"), 1)
+    trained = run.federation.architectures["language"].initial
+    assert len(trained) == 2 * 4 * 2
+    assert all(".self_attn." in name for name in trained)
+    for names in (["q_proj", "down_proj"], ["shared_experts.down_proj"], ["gate_proj"]):
+        with pytest.raises(FedlowrankError, match=r"PEFT takes '.*_proj' for the experts of a glm4_moe"):
+            run_rounds(tables_of(glm, tmp_path, target_modules=names), 0)
+    with pytest.raises(FedlowrankError, match=r"PEFT has given the layer .*down_proj no factors"):
+        run_rounds(tables_of(glm, tmp_path, target_modules=r".*\.down_proj"), 0)

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -137,7 +138,10 @@ def attach_adapter(
         dict(config.alpha_pattern),
     )
     for name in target_names:
-        peft_model.get_submodule(f"{PEFT_PREFIX}{name}").scaling[ADAPTER] = scales[name]
+        layer = peft_model.get_submodule(f"{PEFT_PREFIX}{name}")
+        if not hasattr(layer, "scaling"):
+            raise TaskError(f"PEFT has given the layer {name} no factors. Leave it out of target_modules")
+        layer.scaling[ADAPTER] = scales[name]
     parameters, adapted_layers = dict(peft_model.named_parameters()), find_lora(peft_model, None).layers
     with torch.no_grad():
         for layer, pair in sample_initial_factors(adapted_layers, adapter_config.r, key, init).items():
@@ -254,7 +258,13 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
             if _find_layer_kind(m) in ("linear", "conv1d") and m is not output_layer
         }
         config.target_modules = {n for n in config.target_modules if check_target_module_exists(config, n)}
+        config.target_modules -= _find_taken_for_experts(model, config)
         _warn_of_experts(model, sorted(config.target_modules))
+    elif taken_names := sorted(_find_taken_for_experts(model, config)):
+        raise TaskError(
+            f"target_modules: PEFT takes {taken_names[0]!r} for the experts of a {model.config.model_type}, also in layers "
+            "without experts, so that these get no factors. Leave it out, or set target_modules = 'all-linear', which does"
+        )
     targets = config.target_modules
     matched_names = [name for name in adaptable if check_target_module_exists(config, name)]
     listed_targets = [] if isinstance(targets, str) else sorted(targets)
@@ -277,6 +287,35 @@ def _find_targets(model: Any, config: Any, adaptable: Mapping[str, nn.Module]) -
             f"adapted: {_describe_adaptable_layers(model)}."
         )
     return matched_names
+
+
+_CONVERSION = "peft.utils.transformers_weight_conversion"
+"""Module of PEFT that changes targets; older releases do not have it and change none."""
+
+
+def _find_taken_for_experts(model: Any, config: Any) -> set[str]:
+    """Find the target modules that PEFT replaces by the parameters of experts, by which transformers 4 called them."""
+    is_transformer = hasattr(getattr(model, "config", None), "model_type")
+    if not is_transformer or isinstance(config.target_modules, str) or not find_spec(_CONVERSION):
+        return set()
+    with warnings.catch_warnings():
+        # layers compiled by torch.jit, which these modules import
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+    taken_names = set()
+    for name in config.target_modules:
+        trial = copy.deepcopy(config)
+        trial.target_modules = {name}
+        try:
+            convert_peft_config_for_transformers(trial, model, get_model_conversion_mapping(model))
+        except ValueError:
+            # a name that PEFT takes for experts only together with another one
+            taken_names.add(name)
+        else:
+            taken_names |= {name} - set(trial.target_modules)
+    return taken_names
 
 
 def _find_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -314,7 +353,12 @@ def _find_layer_kind(module: nn.Module) -> Literal["linear", "conv1d", "embeddin
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear):
-        return "linear"
+        # a router of experts may be a linear layer whose forward returns several tensors
+        is_other = (
+            type(module).__module__.startswith("transformers.models.")
+            and type(module).forward is not nn.Linear.forward
+        )
+        return None if is_other else "linear"
     return "convolution" if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else None
 
 
