@@ -574,3 +574,30 @@ def test_a_sparse_buffer_is_one_like_any_other(layout: torch.layout) -> None:
         ends.append({n: p.detach() - 0.1 * p.grad for n, p in trained.named_parameters()})
     for name, p in result.run.state.server.items():
         torch.testing.assert_close(p, (2 * ends[0][name] + ends[1][name]) / 3)
+
+
+# -- values that are kept in evaluation mode ------------------------------------------------------------------
+
+
+class Cached(Net):
+    """Keeps the normalized weight in evaluation mode, until it trains again."""
+
+    def set_up(self) -> None:
+        self.weight, self.cache = nn.Parameter(torch.randn(8, 8)), None
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self.cache = None
+        return super().train(mode)
+
+    def middle(self, h: Tensor) -> Tensor:
+        # a multiple of the parameters has the same normalized weight
+        weight = self.weight / self.weight.norm() if self.cache is None else self.cache
+        if not self.training:
+            self.cache = weight
+        return h @ weight
+
+
+def test_a_value_that_is_computed_of_the_parameters_and_kept_is_refused() -> None:
+    with pytest.raises(TaskError, match="give other scores in evaluation mode"):
+        made(Cached)

@@ -120,3 +120,43 @@ def test_computed_tensors_are_copied_wherever_they_are() -> None:
     assert made.table["h"] is made.object.h
     assert torch.equal(made.mean, layer.mean)
     assert made.table["h"].data_ptr() != out.data_ptr()
+
+
+class Extractor(nn.Module):
+    """Reads the features that a hook has kept, as the usual feature extractor does."""
+
+    def __init__(self, *, is_method: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.features = nn.Linear(4, 4), nn.Linear(4, 3), dict[str, Tensor]()
+
+        def keep(layer: nn.Module, args: Any, out: Tensor) -> None:
+            self.features["body"] = out
+
+        self.body.register_forward_hook(self.keep if is_method else keep)
+
+    def keep(self, layer: nn.Module, args: Any, out: Tensor) -> None:
+        self.features["body"] = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body(x)
+        scores: Tensor = self.head(self.features["body"].relu())
+        return scores
+
+
+def test_a_hook_that_has_captured_the_module_is_refused_in_a_copy() -> None:
+    x = torch.randn(5, 4)
+    bound = Extractor(is_method=True)
+    torch.testing.assert_close(add_lora(bound, 2, trainable=[])(x), bound(x))
+    for copied in (lambda m: add_lora(m, 2, trainable=[]), lambda m: deploy(m, {}, 1.0)):
+        with pytest.raises(
+            TaskError, match=r"layer body \(Linear\) has a hook that has captured a layer.*bound method"
+        ):
+            copied(Extractor(is_method=False))
+
+
+def test_a_hook_that_keeps_values_elsewhere_is_copied_as_it_is() -> None:
+    kept: list[Tensor] = []
+    network = nn.Sequential(nn.Linear(4, 4))
+    network[0].register_forward_hook(lambda layer, args, out: kept.append(out))
+    merge_lora(add_lora(network, 2))(torch.randn(5, 4))
+    assert len(kept) == 1

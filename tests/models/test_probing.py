@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import random
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import SGD, Federation, Floral, simulate
 from fedlowrank.adapters.lora.lora_layers import add_lora
@@ -40,8 +44,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("last", "passes"),
     # of a model: does it take the example and each client's first, is there a gradient in training; of a head: what
-    # reaches it, and with other values; where none is named, one more to find it
-    [("out", 6), ("head", 5)],
+    # reaches it, with other values, and twice near the initial parameters; where none is named, one more to find it
+    [("out", 8), ("head", 7)],
 )
 def test_a_federation_makes_no_pass_twice(last: str, passes: int) -> None:
     model = Counting(last)
@@ -244,3 +248,149 @@ def test_modules_of_torchscript_are_refused(model: Any, subject: str) -> None:
         for given in (model, model()):
             with pytest.raises(TaskError, match=rf"{subject} is compiled by torch\.jit.*the nn\.Module"):
                 Federation.from_arrays([(x, y)], given)
+
+
+class Cut(nn.Module):
+    """The scores have no gradient for a parameter, but they have one for something else, or none at all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.last = how, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inputs":
+            x = x.requires_grad_()
+        weight = (
+            nn.Parameter(self.last.weight.detach()) if self.how == "parameter" else self.last.weight.detach()
+        )
+        return x @ weight.T
+
+
+@pytest.mark.parametrize("how", ["nothing", "inputs", "parameter"])
+def test_scores_without_a_gradient_for_a_parameter_are_refused(how: str) -> None:
+    with pytest.raises(TaskError, match="no gradient of the scores of model model reaches its parameters"):
+        Federation.from_arrays([(X, Y), (X, Y)], Cut(how))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_part_that_is_recomputed_is_trained_or_refused(use_reentrant: bool) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            scores: Tensor = self.last(checkpoint(self.body, x, use_reentrant=use_reentrant))
+            return scores
+
+    if use_reentrant:
+        with pytest.raises(TaskError, match=r"hides the gradients.*use_reentrant=False"):
+            Federation.from_arrays([(X, Y), (X, Y)], Recomputed())
+        return
+    federation = Federation.from_arrays([(X, Y), (X, Y)], Recomputed())
+    result = simulate(FedAvg(optimizer=SGD(lr=0.1)), federation, rounds=1)
+    start = federation.architectures["model"].initial
+    assert all(not torch.equal(p, start[n]) for n, p in result.run.state.server.items())
+
+
+def test_a_forward_differentiates_by_its_parameters_in_evaluation_too() -> None:
+    class Inner(nn.Linear):
+        """Takes a step before it answers, as in MAML."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                loss = (x @ self.weight.T).square().mean()
+                (gradient,) = torch.autograd.grad(loss, self.weight, create_graph=True)
+            return x @ (self.weight - 0.1 * gradient).T + self.bias
+
+    network = Inner(4, 3)
+    federation = Federation.from_arrays([{"train": (X, Y), "test": (X, Y)}] * 2, network)
+    result = simulate(FedAvg(epochs=1, batch_size=12, optimizer=SGD(lr=0.1)), federation, rounds=1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    functional.cross_entropy(network(X), Y).backward()
+    optimizer.step()
+    torch.testing.assert_close(result.predict(0, X), network(X).detach())
+
+
+def test_the_hint_at_a_head_names_what_follows_it() -> None:
+    class Example(nn.Module):
+        """Ends as PyTorch's own example for MNIST."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.fc = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.log_softmax(self.fc(self.body(x).relu()), dim=1)
+
+    federation = Federation.from_arrays([(X, Y), (X, Y)], Example())
+    with pytest.raises(TaskError, match=r"names no head.*leave out its last operation, a log_softmax"):
+        simulate(FedRep(), federation, rounds=1)
+    with pytest.raises(TaskError, match=r"does not end in 'fc'.*leave out its last operation, a log_softmax"):
+        Federation.from_arrays([(X, Y), (X, Y)], Example(), head="fc")
+
+
+class WithAuxiliary(nn.Module):
+    """Returns the scores of an auxiliary head, too, in training alone, as a tuple or with names."""
+
+    Outputs = collections.namedtuple("Outputs", ["logits", "auxiliary"])
+
+    def __init__(self, *, has_names: bool) -> None:
+        super().__init__()
+        self.body, self.last, self.auxiliary = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+        self.has_names = has_names
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        if not self.training:
+            return self.last(h)
+        outputs = self.last(h), self.auxiliary(h)
+        return self.Outputs(*outputs) if self.has_names else outputs
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_several_outputs_in_training_mode_are_refused(has_names: bool) -> None:
+    with pytest.raises(TaskError, match=r"returns a (tuple|Outputs) in training mode.*a loss of your own"):
+        Federation.from_arrays([(X, Y), (X, Y)], WithAuxiliary(has_names=has_names))
+
+
+class Layers(nn.Module):
+    """Reads the hidden states of a layer of a transformer, which transformers capture by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.BertConfig(
+            vocab_size=20,
+            hidden_size=8,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            intermediate_size=8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.bert, self.out, self.counts = transformers.BertModel(config), nn.Linear(8, 3), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.bert(input_ids=x.long(), output_hidden_states=True).hidden_states
+        self.counts.append(len(states))
+        scores: Tensor = self.out(states[-2].mean(1))
+        return scores
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_hidden_states_of_a_transformer_are_captured_once(is_called_before: bool) -> None:
+    ids = torch.randint(0, 20, (12, 5), generator=torch.Generator().manual_seed(0))
+    network = Layers()
+    if is_called_before:
+        network(ids)
+    federation = Federation.from_arrays([{"train": (ids, Y), "test": (ids, Y)}] * 2, network)
+    result = simulate(FedAvg(epochs=1, batch_size=12, optimizer=SGD(lr=0.1)), federation, rounds=1)
+    trained = Layers()
+    trained.load_state_dict(federation.architectures["model"].initial, strict=False)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    functional.cross_entropy(trained(ids), Y).backward()
+    optimizer.step()
+    torch.testing.assert_close(result.predict(0, ids), trained(ids).detach(), rtol=1e-4, atol=1e-5)
+    network(ids)
+    assert {*network.counts, *trained.counts} == {5}

@@ -168,6 +168,11 @@ def check_scores(
         if len(shape) != 2 or shape[0] != 1 or shape[1] < class_count:
             raise TaskError(
                 f"{prefix} there are {class_count} classes; it must make [1, {class_count}], one score per class"
+                + (
+                    ", or set loss='bce' for labels 0 and 1 with one score"
+                    if class_count == 2 and shape == [1, 1]
+                    else ""
+                )
             )
     else:
         expected_shape = [1, *dims, class_count] if len(dims) == 1 else [1, class_count, *dims]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import FedlowrankError, TaskError
+from ..core.errors import FedlowrankError, SingleValueError, TaskError
 from ..core.key import Key
 from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
@@ -372,10 +373,12 @@ class Architecture:
         return with_complex(state, self.complex)
 
     def _check_split(self) -> None:
-        split_error = TaskError(
-            f"model {self.name}: its forward does not end in {self.head_name!r}, so it cannot be split into "
-            "a representation and that head"
-        )
+        def split_error() -> TaskError:
+            return TaskError(
+                f"model {self.name}: its forward does not end in {self.head_name!r}, so it cannot be split into "
+                f"a representation and that head{self._describe_end()}"
+            )
+
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
             expected_scores, example = self.example_scores, self.example
@@ -388,7 +391,7 @@ class Architecture:
                     other_representation = self._run(self._body, params | other_head, example)
                 split_scores = self.head(params, r)
             except (RuntimeError, TypeError) as error:
-                raise split_error from error
+                raise split_error() from error
         if r.shape == other_representation.shape and not torch.equal(r, other_representation):
             raise TaskError(
                 f"model {self.name}: its forward computes with the values of parameters of its head "
@@ -398,31 +401,30 @@ class Architecture:
             r.ndim < 2
             or split_scores.shape != expected_scores.shape
             or not torch.allclose(split_scores, expected_scores, rtol=1e-4, atol=1e-5)
-            or (not self.is_standard and any(map(self._differs_when_split, (False, True))))
+            or (not self.is_standard and self._differs_when_split())
         ):
-            raise split_error
+            raise split_error()
         self._width = int(r.shape[-1])
 
-    def _differs_when_split(self, mode: bool) -> bool:
-        """Whether the head makes other scores of the representation than the model, in training or evaluation mode.
+    def _differs_when_split(self) -> bool:
+        """Whether the head makes other scores of the representation than the model, in training mode and with other parameters.
 
-        The parameters are not the initial ones, among which a scale of 1 or a head of zeros hides what follows the head. Dropout,
-        noise or a temperature may follow it in training alone.
+        Among the initial ones, a scale of 1 or a gate of 0 hides what follows the head; dropout, noise or a temperature may
+        follow it in training alone. If the module cannot train on one example, evaluation mode is tried.
         """
-        generator = _PROBE.generator()
-        params = self._code.neutral() | {
-            n: p + 0.1 * torch.randn(p.shape, generator=generator).to(p) for n, p in self.initial.items()
-        }
-        with unchanged(self.module), torch.no_grad():
-            self.set_training(mode)
+        params = self.nearby_params() | self._code.neutral()
+        with unchanged(self.module), torch.no_grad(), warnings.catch_warnings():
+            # such as that of a checkpoint without gradients
+            warnings.simplefilter("ignore")
             try:
-                with _PROBE.global_generators(self.device):
-                    expected_scores = self.apply(params, self.example)
-            except (RuntimeError, ValueError, TaskError):
-                # one example may be too few to train on, and the model runs in evaluation mode
-                self.set_training(False)
-                return False
-            try:
+                self.set_training(True)
+                try:
+                    with _PROBE.global_generators(self.device):
+                        expected_scores = self.apply(params, self.example)
+                except (RuntimeError, ValueError, TaskError):
+                    self.set_training(False)
+                    with _PROBE.global_generators(self.device):
+                        expected_scores = self.apply(params, self.example)
                 with _PROBE.global_generators(self.device):
                     split_scores = self.head(params, self.represent(params, self.example))
             except (RuntimeError, ValueError, TaskError):
@@ -432,6 +434,14 @@ class Architecture:
         return split_scores.shape != expected_scores.shape or not torch.allclose(
             split_scores, expected_scores, rtol=1e-4, atol=1e-5, equal_nan=True
         )
+
+    def nearby_params(self) -> Params:
+        """Parameters near the initial ones, as after a few steps: 1 % smaller, for loops that end by convergence, with noise."""
+        generator = _PROBE.generator()
+        return {
+            n: 0.99 * p + 0.003 * torch.randn(p.shape, generator=generator).to(p)
+            for n, p in self.initial.items()
+        }
 
     def probe(self, x: Any) -> Tensor:
         """Compute scores of a few inputs by the initial parameters, with identity batch normalization.
@@ -455,10 +465,11 @@ class Architecture:
             scores; and ``softmax`` or ``sigmoid``, if that is the last operation, or an empty text.
         """
         name, layer, operation = self._last_operation(x)
-        return f"layer {name!r} ({type(layer).__name__})" if name else "", operation
+        location = f"layer {name!r} ({type(layer).__name__})" if name else ""
+        return location, "" if operation == "log_softmax" else operation
 
     def _last_operation(self, x: Any) -> tuple[str, nn.Module | None, str]:
-        """Find the name and layer that compute the scores, and the operation, as in :meth:`last_layer`."""
+        """Find the name and layer that compute the scores, and the operation as in :meth:`last_layer` or ``log_softmax``."""
         outputs: list[tuple[str, nn.Module, Any]] = []
 
         def record(name: str) -> Callable[..., None]:
@@ -468,19 +479,28 @@ class Architecture:
             n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
             for n, p in self.initial.items()
         }
-        with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
-            # without the user's hooks, which count their calls
-            remove_hooks(self.module)
-            for name, layer in self.module.named_modules():
-                if name:
-                    layer.register_forward_hook(record(name))
-            scores = self.apply(leaves | self._code.neutral(), x)
+
+        def call(keeps_hooks: bool) -> Tensor:
+            with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
+                if not keeps_hooks:
+                    remove_hooks(self.module)
+                for name, layer in self.module.named_modules():
+                    if name:
+                        layer.register_forward_hook(record(name))
+                return self.apply(leaves | self._code.neutral(), x)
+
+        try:
+            # without the user's hooks, which may count their calls
+            scores = call(keeps_hooks=False)
+        except Exception:  # noqa: BLE001 - a forward of the user may need what its hooks keep, and fail by anything
+            outputs.clear()
+            scores = call(keeps_hooks=True)
         name, layer = next(((n, m) for n, m, out in outputs if out is scores), ("", None))
         grad_fn_name = "" if scores.grad_fn is None else scores.grad_fn.name()
         operations = (
             operation
-            for operation in ("softmax", "sigmoid")
-            if grad_fn_name == f"{operation.title()}Backward0"
+            for operation in ("softmax", "sigmoid", "log_softmax")
+            if grad_fn_name == f"{operation.title().replace('_', '')}Backward0"
         )
         return name, layer, next(operations, "")
 
@@ -499,13 +519,18 @@ class Architecture:
             self.set_training(True)
             try:
                 graph_scores = self.apply(leaves, x)
-                is_trainable = graph_scores.requires_grad
-            except (RuntimeError, ValueError, TaskError):
+                is_trainable = not _leaves_of(graph_scores).isdisjoint(map(id, leaves.values()))
+            except (RuntimeError, ValueError, SingleValueError):
                 # the module runs in inference, as the probe has shown, and reads the same parameters
                 self.set_training(False)
                 graph_scores, is_trainable = self.apply(leaves, x), True
             finally:
                 self.set_training(False)
+            if any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(graph_scores)):
+                raise TaskError(
+                    f"model {self.name}: a checkpoint with use_reentrant=True in its forward hides the gradients of parameters. "
+                    "Set use_reentrant=False, as torch.utils.checkpoint advises"
+                )
             self._refuse_other_references(graph_scores)
             self._refuse_merged_parameters(leaves, graph_scores, x)
         return scores, is_trainable
@@ -604,7 +629,7 @@ class Architecture:
             # drawn on the CPU, so that all devices begin with the same numbers
             if self.factory is not None:
                 return self.factory()
-            module = copy_module(self.module).cpu()
+            module = copy_module(self.module, runs_hooks=False).cpu()
             # children first, as in a constructor, because a layer may have a rule of its own for them
             for layer in reversed(list(module.modules())):
                 reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
@@ -630,11 +655,19 @@ class Architecture:
                 raise TaskError(self._no_head)
             linear_names = [n for n, m in self.module.named_modules() if n and isinstance(m, torch.nn.Linear)]
             name = linear_names[-1] if linear_names else "name.of.the.last.submodule"
-            hint = f" ({name!r} is its last nn.Linear)" if linear_names else ""
+            hint = f" ({name!r} is its last nn.Linear){self._describe_end()}" if linear_names else ""
             raise TaskError(
                 f"model {self.name} names no head, so it has no representation. Give its module an attribute "
                 f"head_name = {name!r}, or pass head={name!r} with the model{hint}."
             )
+
+    def _describe_end(self) -> str:
+        """What to do if the forward ends in a log_softmax, as PyTorch's own examples do; otherwise an empty text."""
+        return (
+            "; leave out its last operation, a log_softmax, which the cross-entropy applies itself"
+            if self._last_operation(self.example)[2] == "log_softmax"
+            else ""
+        )
 
     def apply(self, params: Params, x: Any) -> Tensor:
         """Compute scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments.
@@ -660,6 +693,10 @@ class Architecture:
             x = map_leaves(torch.clone, x)
             is_training = self.module.training
             params = {n: p if is_training and p.requires_grad else p.clone() for n, p in params.items()}
+            if not is_training and not torch.is_grad_enabled():
+                # a forward may differentiate by its parameters
+                for name in params.keys() & self.initial.keys():
+                    params[name].requires_grad_()
         # without buffers of a client, a call begins with the initial ones and drops its changes
         current_buffers = self._current_buffers
         if current_buffers is None and self.buffers:
@@ -736,14 +773,20 @@ class Architecture:
         self._need_head()
         return [m for m in self._head.modules() if isinstance(m, nn.Linear)]
 
-    def to(self, device: str) -> Architecture:
-        """Copy the architecture to a device. A module that accelerate has placed stays where it is, and is shared."""
+    def to(self, device: str, *, runs_hooks: bool = True) -> Architecture:
+        """Copy the architecture to a device. A module that accelerate has placed stays where it is, and is shared.
+
+        Args:
+            device: name of the device.
+            runs_hooks: whether the hooks of the copy will run, see :func:`.module_copy.copy_module`.
+        """
         example = self.example
         moved_example = (
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
         model = copy.copy(self)
-        module = self.module if is_placed(self.module) else copy_module(self.module).to(device)
+        is_shared = is_placed(self.module)
+        module = self.module if is_shared else copy_module(self.module, runs_hooks=runs_hooks).to(device)
         model.module, model.cache, model._mode = module, {}, {}
         model._frozen_versions = _versions_of_frozen(module)
         model._backward_slots, model.frozen = [], frozen_normalizations(model.module)
@@ -809,18 +852,20 @@ def _versions_of_frozen(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _leaves_of(scores: Tensor) -> set[int]:
-    """Identities of the tensors that require gradients and from which scores are computed."""
-    stack, visited, leaf_ids = [scores.grad_fn], set[Any](), set[int]()
+def _nodes_of(scores: Tensor) -> set[Any]:
+    """Nodes of the graph of gradients of scores."""
+    stack, nodes = [scores.grad_fn], set[Any]()
     while stack:
         node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaf_ids.add(id(node.variable))
-        stack += [parent for parent, _ in node.next_functions]
-    return leaf_ids
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += [parent for parent, _ in node.next_functions]
+    return nodes
+
+
+def _leaves_of(scores: Tensor) -> set[int]:
+    """Identities of the tensors that require gradients and from which scores are computed."""
+    return {id(node.variable) for node in _nodes_of(scores) if hasattr(node, "variable")}
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
@@ -924,7 +969,8 @@ def describe_example(example: Any) -> str:
     """Describe the shape of one input ``[1, ...]``, or of a dict of such inputs, in a sentence for messages."""
     if isinstance(example, dict):
         shapes = ", ".join(f"{n!r} {list(t.shape[1:])}{_type(t)}" for n, t in example.items())
-        return f"The inputs of one example have the shapes {shapes}."
+        names = ", ".join(map(str, example))
+        return f"The inputs of one example have the shapes {shapes}, and are keyword arguments: forward(self, {names})."
     return f"One example has the shape {list(example.shape[1:])}{_type(example)}."
 
 

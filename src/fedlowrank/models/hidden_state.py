@@ -23,7 +23,7 @@ from ..core.errors import ConfigError, TaskError
 from ..core.io.text import list_first
 from ..core.key import Key
 from ..core.learning.losses import Loss
-from ..core.tree import map_leaves
+from ..core.tree import Params, map_leaves
 from .architecture import Architecture
 from .fingerprint import as_dense, describe_attributes
 from .module_copy import copy_module, is_compiled
@@ -45,7 +45,8 @@ def refuse_hidden_state(model: Architecture) -> None:
 
     A copy of the module without hooks takes four training passes, the two in the middle with parameters that are 1 % smaller, as
     after a step of training: a forward that iterates until it converges might never end with others. Its scores must be the same
-    in the first and the last pass, and in evaluation mode before and after them. A model is checked once; one of standard layers,
+    in the first and the last pass, and in evaluation mode before and after them, also with other parameters, in place of which a
+    module may keep what it has computed from the first ones. A model is checked once; one of standard layers,
     one whose repeatability is declared, and one that accelerate has placed are not checked.
 
     Args:
@@ -57,16 +58,19 @@ def refuse_hidden_state(model: Architecture) -> None:
     if _is_known(model) or "is without hidden state" in model.cache:
         return
     try:
-        trial_model = model.to(str(model.device))
+        trial_model = model.to(str(model.device), runs_hooks=False)
         _refuse_shared_layers(model.module, trial_model.module)
         remove_hooks(trial_model.module)
         _call_uncompiled(trial_model.module)
         versions = record_frozen_versions(trial_model)
         batch = map_leaves(_add_row, model.example)
+        nearby = trial_model.nearby_params()
         before = _score(trial_model, batch, is_training=False)
+        nearby_before = _score(trial_model, batch, is_training=False, params=nearby)
         first, *_, last = [
             _score(trial_model, batch, is_training=True, scale=s) for s in (1.0, 0.99, 0.99, 1.0)
         ]
+        nearby_after = _score(trial_model, batch, is_training=False, params=nearby)
         after = _score(trial_model, batch, is_training=False)
         shared_buffer = _find_shared_buffer(model.module, trial_model, batch)
         changed_parameters = [
@@ -91,7 +95,12 @@ def refuse_hidden_state(model: Architecture) -> None:
             f"{list_first(shared_buffer[1:], _MAX_NAMES)}. Each client has its own tensor in place of the buffer, and the others "
             "do not see it. Register the buffer in one layer alone, and read it there (self.first.steps)"
         )
-    for mode, score, repeated_score in (("training", first, last), ("evaluation", before, after)):
+    scores = (
+        ("training", first, last),
+        ("evaluation", before, after),
+        ("evaluation", nearby_before, nearby_after),
+    )
+    for mode, score, repeated_score in scores:
         if not _is_equal(score, repeated_score, _TOLERANCE):
             raise _hidden_state_error(model, mode, _list_changes(model.module, trial_model.module))
     model.cache["is without hidden state"] = True
@@ -133,7 +142,7 @@ def refuse_hidden_loss_state(loss: Loss, scores: Tensor, y: Tensor, key: Key) ->
         return
     values = []
     try:
-        trial_loss = copy_module(loss.function)
+        trial_loss = copy_module(loss.function, runs_hooks=False)
         for _ in range(3):
             with torch.no_grad(), key.global_generators(scores.device):
                 values.append(trial_loss(scores.clone(), y.clone()))
@@ -236,9 +245,12 @@ def _refuse_shared_layers(module: nn.Module, copied_module: nn.Module) -> None:
         raise TaskError(f"a copy of the module has the original layer {type(next(iter(shared))).__name__}")
 
 
-def _score(model: Architecture, x: Any, *, is_training: bool, scale: float = 1.0) -> Tensor:
-    """Compute scores with scaled initial parameters and identity batch normalization; attributes that change stay changed."""
-    copies = {n: (scale * p.detach()).requires_grad_(is_training) for n, p in model.initial.items()}
+def _score(
+    model: Architecture, x: Any, *, is_training: bool, scale: float = 1.0, params: Params | None = None
+) -> Tensor:
+    """Compute scores with scaled parameters and identity batch normalization; attributes that change stay changed."""
+    params = model.initial if params is None else params
+    copies = {n: (scale * p.detach()).requires_grad_(is_training) for n, p in params.items()}
     model.set_training(is_training)
     try:
         with torch.set_grad_enabled(is_training), _KEY.global_generators(model.device):

@@ -136,9 +136,17 @@ def channels_last(t: Tensor) -> Tensor:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove all forward and backward hooks from the layers of a module; the tables of hooks themselves stay unchanged."""
+    """Remove the user's forward and backward hooks from the layers of a module; the tables of hooks themselves stay unchanged.
+
+    Hooks of transformers stay, because the forward pass needs them: by them it captures hidden states.
+    """
     for layer in module.modules():
-        layer.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})
+        for name in HOOK_TABLES:
+            hooks = vars(layer)[name].items()
+            own_hooks = (
+                (k, h) for k, h in hooks if (getattr(h, "__module__", None) or "").startswith("transformers.")
+            )
+            vars(layer)[name] = OrderedDict(own_hooks)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:

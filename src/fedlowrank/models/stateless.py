@@ -101,9 +101,10 @@ def restore_slots(saved_slots: SavedSlots) -> None:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore a module's attributes, modes and buffers after a block that calls it.
+    """Restore a module's attributes, modes, hooks and buffers after a block that calls it.
 
-    Assignments of ``forward`` are undone, and it works on copies of the buffers. Lists and dicts that it changes in
+    Assignments of ``forward`` are undone, and it works on copies of the buffers. Hooks that the call registers are removed with
+    the attribute that notes them, such as those by which transformers capture hidden states. Lists and dicts that it changes in
     place stay changed. For lazy layers, which the call may initialize, only the mode is restored.
     """
     modules = list(module.modules())
@@ -112,6 +113,12 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     tables: list[dict[str, Any]] = [
         *(m._buffers for m in initialized_modules),
         *(m.__dict__ for m in initialized_modules),
+        *(
+            t
+            for m in initialized_modules
+            for n, t in vars(m).items()
+            if "_hooks" in n and isinstance(t, dict)
+        ),
     ]
     saved_tables = [dict(table) for table in tables]
     copies = {id(b): b.clone() for m in initialized_modules for b in m._buffers.values() if b is not None}

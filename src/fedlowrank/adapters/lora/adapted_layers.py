@@ -275,7 +275,7 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
         )
     if not layers:
         raise TaskError(
-            "this model has no linear layer and no convolution outside its head, so there is nothing for "
-            "LoRA to adapt"
+            "this model has no linear layer and no convolution outside its head, so there is nothing for LoRA to adapt. Choose a "
+            "method for other layers, such as fedavg, fedslr or floral"
         )
     return layers

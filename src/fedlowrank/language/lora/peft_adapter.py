@@ -353,13 +353,18 @@ def _find_layer_kind(module: nn.Module) -> Literal["linear", "conv1d", "embeddin
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear):
-        # a router of experts may be a linear layer whose forward returns several tensors
-        is_other = (
-            type(module).__module__.startswith("transformers.models.")
-            and type(module).forward is not nn.Linear.forward
-        )
-        return None if is_other else "linear"
+        return "linear" if _returns_tensor(module) else None
     return "convolution" if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else None
+
+
+def _returns_tensor(layer: nn.Linear) -> bool:
+    """Whether a linear layer returns one tensor; a router of experts may return several."""
+    has_own_forward = type(layer).forward is not nn.Linear.forward
+    if not has_own_forward or not type(layer).__module__.startswith("transformers.models."):
+        return True
+    example = layer.weight.new_zeros(1, layer.in_features)
+    with torch.no_grad():
+        return isinstance(layer(example), Tensor)
 
 
 def _compute_matrix_shape(name: str, module: Any) -> tuple[int, int]:

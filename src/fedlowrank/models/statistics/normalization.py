@@ -107,11 +107,13 @@ class FunctionalModule:
         finally:
             restore_slots(saved_slots)
         # Hugging Face's models return their scores as an attribute
-        scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        scores = out if isinstance(out, Tensor | tuple) else getattr(out, "logits", None)
         if not isinstance(scores, Tensor):
+            mode = " in training mode" if self._module.training else ""
             raise TaskError(
-                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return "
-                "one tensor of scores [b, classes]. Wrap it in a module whose forward returns that entry."
+                f"the model {type(self._module).__name__} returns a {type(out).__name__}{mode}, but it must return one tensor of "
+                "scores [b, classes]. Wrap it in a module whose forward returns that entry; for auxiliary heads, which are "
+                "trained, too, return the stacked scores and give a loss of your own."
             )
         return scores
 
