@@ -157,6 +157,10 @@ def test_random_augmentation_of_a_data_set_is_drawn_once_from_the_seed() -> None
         ([Listed([(X[0], 0), (X[1, :3], 1)])], r"client 0: the input of example 1 is float32 \[3\].*\[4\]"),
         ([Listed([(X[0], 0), X[1]])], r"client 0: .*pairs \(x, y\) or dicts, but example 1 .* ndarray"),
         ([TensorDataset(*map(torch.from_numpy, (X, X, Y)))], r"example 0 .* tuple of 3.*go into a dict"),
+        (
+            [Listed(((x, x), y) for x, y in PAIRS)],
+            r"input of an example of its Listed is a tuple of 2 .*go into a dict",
+        ),
         ([Listed([{"a": 1.0, "b": 0}])], r"keys \['a', 'b'\]; name the target among them: target='b'"),
         ([Listed([{"a": 1.0, "y": 0}, {"y": 0}])], r"client 0: example 1 of its Listed has another form"),
         ([Subset(TENSORS, [99])], r"client 0: example 0 of its data set Subset cannot be read: IndexError"),

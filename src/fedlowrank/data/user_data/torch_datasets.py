@@ -69,6 +69,9 @@ def read_dataset(dataset: Any, title: str, columns: Columns, key: Key) -> tuple[
     return _stack_pairs(examples, f"{title}: ", type_name, columns)
 
 
+_DICT_HINT = 'Several inputs go into a dict: ({"image": image, "age": age}, y).'
+
+
 def _stack_pairs(examples: Sequence[Any], prefix: str, type_name: str, columns: Columns) -> tuple[Any, Any]:
     """Stack the inputs and the targets of examples."""
     first_example = examples[0]
@@ -80,7 +83,7 @@ def _stack_pairs(examples: Sequence[Any], prefix: str, type_name: str, columns: 
             )
             raise DataError(
                 f"{prefix}examples of a data set are pairs (x, y) or dicts, but example {i} of its {type_name} is {description}. "
-                'Several inputs go into a dict: ({"image": image, "age": age}, y).'
+                f"{_DICT_HINT}"
             )
         if isinstance(example, Mapping) != isinstance(first_example, Mapping) or (
             isinstance(example, Mapping) and example.keys() != first_example.keys()
@@ -95,6 +98,10 @@ def _stack_pairs(examples: Sequence[Any], prefix: str, type_name: str, columns: 
         return x, _stack([example[target] for example in examples], f"{prefix}target {target!r}")
     columns.refuse(prefix, "are pairs (x, y)")
     xs, ys = [example[0] for example in examples], [example[1] for example in examples]
+    if isinstance(xs[0], tuple) and any(getattr(value, "ndim", 0) for value in xs[0]):
+        raise DataError(
+            f"{prefix}the input of an example of its {type_name} is a tuple of {len(xs[0])} tensors. {_DICT_HINT}"
+        )
     return _stack(xs, f"{prefix}the input"), _stack(ys, f"{prefix}the target")
 
 
