@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base_model import LanguageBase, keep_in_float32, load_base
+from fedlowrank.language.base_model import LanguageBase, check_positions, keep_in_float32, load_base
 from fedlowrank.language.tiny_models import build_tiny_model
-from fedlowrank.models.architecture import build_module
+from fedlowrank.models.architecture import Architecture, build_module
+from fedlowrank.models.coupling import find_coupling
 from tests.language.conftest import TEXTS
 from tests.language.text_experiments import make_causal_tables, run_rounds
 
@@ -384,3 +385,61 @@ def test_a_causal_model_has_no_head_and_the_error_says_what_to_choose(llama: Pat
         run_rounds(make_causal_tables(llama, tmp_path, method="fedrep"), 0)
     # a setting that an experiment of a language model does not have
     assert "head_name" not in str(refusal.value)
+
+
+SMALL_GPT = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+POSITIONS = {
+    "OpenAIGPTLMHeadModel": lambda: transformers.OpenAIGPTConfig(vocab_size=40, **SMALL_GPT),
+    "GPT2LMHeadModel": lambda: transformers.GPT2Config(vocab_size=40, **SMALL_GPT),
+    "GPTJForCausalLM": lambda: transformers.GPTJConfig(vocab_size=40, rotary_dim=4, **SMALL_GPT),
+    "CodeGenForCausalLM": lambda: transformers.CodeGenConfig(vocab_size=40, rotary_dim=4, **SMALL_GPT),
+    "CTRLLMHeadModel": lambda: transformers.CTRLConfig(vocab_size=40, dff=32, **SMALL_GPT),
+    "MptForCausalLM": lambda: transformers.MptConfig(
+        vocab_size=40, d_model=32, n_layers=1, n_heads=4, max_seq_len=16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_texts_that_are_longer_than_the_table_of_positions_are_refused(name):
+    model = build_module(lambda: getattr(transformers, name)(POSITIONS[name]()), KEY).eval()
+    # the truth: one more token than there are positions fails
+    model(input_ids=torch.ones(1, 16, dtype=torch.long))
+    with pytest.raises((RuntimeError, IndexError)):
+        model(input_ids=torch.ones(1, 17, dtype=torch.long))
+    check_positions(model, 16)
+    with pytest.raises(ConfigError, match="may have 17 tokens here, but the model has 16 positions"):
+        check_positions(model, 17)
+
+
+def test_rotary_positions_have_no_limit(llama):
+    check_positions(load_base(LanguageBase(str(llama)), (), KEY).model, 10**6)
+
+
+def test_a_loss_that_balances_experts_is_named(llama):
+    def mixtral(size):
+        config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_key_value_heads=4, **size)
+        return transformers.MixtralForCausalLM(config)
+
+    base = saved(llama, mixtral)
+    assert load_base(LanguageBase(str(base)), (), KEY).notes == ()
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"output_router_logits": True}))
+    (note,) = load_base(LanguageBase(str(base)), (), KEY).notes
+    assert "output_router_logits" in note
+    assert "no part of the loss" in note
+
+
+def test_rotary_positions_of_the_longest_text_keep_clients_apart():
+    size = {"vocab_size": 40, "num_key_value_heads": 4, "max_position_embeddings": 8}
+    for rope, reason in (
+        ({}, None),
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "'dynamic'"),
+    ):
+        config = transformers.LlamaConfig(**SMALL, **size, **({"rope_parameters": rope} if rope else {}))
+        module = build_module(lambda config=config: transformers.LlamaForCausalLM(config), KEY)
+        model = Architecture("llama", module, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+        model.declare_repeatable()
+        assert (reason is None) == (model.beyond_stacking is None)
+        assert reason is None or reason in model.beyond_stacking
+        assert (reason is None) == (find_coupling(model) is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -252,6 +252,11 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     remove_offload_folder_with(model, model_settings)
     if base.task == "causal":
         notes += _compare_end_tokens(model, tokenizer, base)
+        if getattr(model.config, "output_router_logits", False):
+            notes.append(
+                "config.json sets output_router_logits, by which transformers adds a loss that balances the experts. It is "
+                "no part of the loss here."
+            )
         _check_causal(model, base, is_quantized=base.quantize is not None or stored is not None)
     if base.task == "embedding":
         return_hidden_states(model)
@@ -551,20 +556,32 @@ def check_positions(model: Any, context: int) -> None:
     Raises:
         ConfigError: if the context is longer than the table of position embeddings.
     """
+    position_count = min(_count_positions(model), default=context)
+    if context > position_count:
+        raise ConfigError(
+            f"texts may have {context} tokens here, but the model has {position_count} positions. Set context to "
+            f"{position_count} or less"
+        )
+
+
+def _count_positions(model: Any) -> Iterator[int]:
+    """The numbers of positions in the tables of a model."""
     for name, layer in model.named_modules():
-        short_name = name.rpartition(".")[2]
-        if short_name not in ("wpe", "embed_positions", "position_embeddings") or not isinstance(
-            layer, nn.Embedding
-        ):
-            continue
-        # some models reserve the first positions for padding
-        reserved_count = 0 if layer.padding_idx is None else layer.padding_idx + 1
-        position_count = layer.num_embeddings - max(reserved_count, getattr(layer, "offset", 0))
-        if context > position_count:
-            raise ConfigError(
-                f"texts may have {context} tokens here, but the model has {position_count} positions. Set context to "
-                f"{position_count} or less"
-            )
+        if isinstance(layer, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:
+            # some models reserve the first positions for padding
+            reserved_count = 0 if layer.padding_idx is None else layer.padding_idx + 1
+            yield layer.num_embeddings - max(reserved_count, getattr(layer, "offset", 0))
+        # GPT-J, CodeGen and CTRL keep sines and cosines
+        for table_name in ("embed_positions", "pos_encoding"):
+            if isinstance(table := vars(layer).get(table_name, layer._buffers.get(table_name)), Tensor):
+                yield len(table)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) == "mpt":
+        yield config.max_seq_len
+
+
+_POSITION_TABLES = "wpe", "embed_positions", "position_embeddings", "positions_embed"
+"""Names of learnt tables of positions in models of transformers."""
 
 
 def _ensure_padding_token(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
@@ -583,11 +600,15 @@ def _ensure_padding_token(model: Any, tokenizer: Any, base: LanguageBase) -> lis
             )
         tokenizer.pad_token = substitute
         notes.append(f"The tokenizer has no padding token: {substitute!r} pads.")
-    if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        # a model of characters has no such table
+        weight = None
+    if isinstance(weight, Tensor) and tokenizer.pad_token_id >= len(weight):
         raise DataError(
-            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id "
-            f"{tokenizer.pad_token_id}, but the model has {model.get_input_embeddings().num_embeddings} "
-            "embeddings; set another pad_token and save it."
+            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id {tokenizer.pad_token_id}, but the model has "
+            f"{len(weight)} embeddings; set another pad_token and save it."
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     return notes

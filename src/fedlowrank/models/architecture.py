@@ -271,7 +271,17 @@ class Architecture:
             return reason
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.module.modules()):
             return "gradients are checkpointed, so memory matters more than time"
+        if rope_type := self.padded_rope:
+            return (
+                f"with rope_type {rope_type!r} the scores of a text depend on the longest text of its batch"
+            )
         return find_other_layer(self.module, allow_libraries=True)
+
+    @property
+    def padded_rope(self) -> str | None:
+        """Kind of rotary positions that depend on the longest text of a batch; None for others."""
+        types = (getattr(layer, "rope_type", None) for layer in self.module.modules())
+        return next((rope_type for rope_type in types if rope_type in ("dynamic", "longrope")), None)
 
     @property
     def hidden_size(self) -> int | None:

@@ -34,6 +34,8 @@ def find_coupling(model: Architecture) -> str | None:
     for name, layer in batch_normalizations(model.module).items():
         if layer not in model.frozen:
             return f"the batch normalization {name!r} couples the examples of a batch"
+    if rope_type := model.padded_rope:
+        return f"with rope_type {rope_type!r} the scores of a text depend on the longest text of its batch"
     example = _shorten(model.example)
     repeated_batch, mixed_batch = _repeat_example(example), _mix_batch(example)
     for trial in range(_PROBE_TRIALS):
