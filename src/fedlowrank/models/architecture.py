@@ -602,7 +602,11 @@ class Architecture:
         The trained parameters begin at the former values and the frozen ones are those of the module, a mixture that never was.
         """
         versions = _versions_of_frozen(self.module)
-        names = [n for n, _ in sorted(versions.items() ^ self._frozen_versions.items())]
+        remaining_names = {n for n, _ in self.module.named_parameters()}
+        names = [
+            *(n for n, v in self._frozen_versions.items() if n in remaining_names and versions.get(n) != v),
+            *(versions.keys() & self.initial.keys()),
+        ]
         if names:
             raise TaskError(
                 f"model {self.name}: its module has changed since the federation was made: {names[0]} has been frozen, "

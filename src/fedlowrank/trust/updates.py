@@ -107,9 +107,10 @@ def _parts_of(reference: Any, upload: Any, children: list[tuple[str, Any]]) -> d
     A part that the reference lacks is itself the update, and one that the upload lacks is left out. The parts of a list have
     no names, so that lists of different lengths have none in common.
     """
-    parts = {} if type(reference) is float else dict(tree.children(reference) or ())
-    names = dict(children).keys()
-    if (isinstance(upload, list | tuple) and parts.keys() != names) or not parts.keys() & names:
+    if type(reference) is float:
+        return None
+    parts, names = dict(tree.children(reference) or ()), dict(children).keys()
+    if parts.keys() != names and (isinstance(upload, list | tuple) or not parts.keys() & names):
         return None
     return {name: parts.get(name, ZERO_REFERENCE) for name in names}
 
@@ -180,8 +181,8 @@ def replace_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
 
 def replace_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """Return the upload with another update: the sum of the reference and that update."""
-    base, own = read_reference(upload, reference), _read_upload(upload, reference)
-    numbers = {path: (base[path].double() + u.double()).to(own[path]) for path, u in update.items()}
+    base, uploaded = read_reference(upload, reference), _read_upload(upload, reference)
+    numbers = {path: (base[path].double() + u.double()).to(uploaded[path]) for path, u in update.items()}
     return replace_parts(upload, numbers)
 
 
@@ -377,9 +378,9 @@ def move_along(upload: Any, reference: Any, t: float) -> Any:
         if isinstance(part, Factored):
             numbers[tree.join_path(path, "s")] = part.s * t * t
             continue
-        base, own = read_reference(part, ref), _read_upload(part, ref)
+        base, uploaded = read_reference(part, ref), _read_upload(part, ref)
         numbers |= {
-            path + leaf_path: (base[leaf_path] + t * u).to(own[leaf_path])
+            path + leaf_path: (base[leaf_path] + t * u).to(uploaded[leaf_path])
             for leaf_path, u in compute_update(part, ref).items()
         }
     return replace_parts(upload, numbers)

@@ -314,7 +314,7 @@ def _read_csv(file: Path, delimiter: str) -> Table:
     return Table(str(file), [{name: value or None for name, value in row.items()} for row in rows])
 
 
-def number_labels(tables: Sequence[Table]) -> list[Table]:
+def number_csv_labels(tables: Sequence[Table]) -> list[Table]:
     """Convert the labels of CSV files to numbers if they are whole numbers in all rows of all these files.
 
     A file by itself may lack the labels that have letters.

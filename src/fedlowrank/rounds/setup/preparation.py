@@ -44,8 +44,8 @@ def apply_attack(federation: Federation, settings: RunSettings) -> tuple[frozens
     if attack.kind == "none":
         return frozenset(), federation
     unseen = draw_unseen(len(infos), settings.unseen, federation.key)
-    seen = [i for i in range(len(infos)) if i not in unseen]
-    hostile = hostile_clients(seen, attack.share, federation.key / "hostile")
+    trainable_ids = [i for i in range(len(infos)) if i not in unseen]
+    hostile = hostile_clients(trainable_ids, attack.share, federation.key / "hostile")
     # the choice between the responses of a pair is a label, too
     classes = 2 if federation.loss.is_preference else len(federation.classes)
     value = trigger_value(clients) if attack.kind == "backdoor" else None

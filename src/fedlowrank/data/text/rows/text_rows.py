@@ -22,7 +22,7 @@ from ..table import (
     DATA_ENDINGS,
     Table,
     choose_title,
-    number_labels,
+    number_csv_labels,
     read_data_file,
     read_split,
     refuse_split_of_file,
@@ -119,7 +119,7 @@ class TextRows(CheckedFields):
         """The records; see `TextSource.load`."""
         notes: list[str] = []
         train_tables = self._read_train_tables()
-        tables = number_labels([*train_tables, *self._read_test_tables()])
+        tables = number_csv_labels([*train_tables, *self._read_test_tables()])
         train_tables, test_tables = tables[: len(train_tables)], tables[len(train_tables) :]
         forms = {table.source: self._choose_form(table) for table in tables}
         self._check_one_form(forms)
