@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 _PLAIN = bool, int, float, complex, str, bytes, torch.dtype, type(None)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_BASE = frozenset(vars(nn.Module()))
+BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, hooks and so on."""
 
 
@@ -149,7 +149,7 @@ def describe_attributes(layer: nn.Module) -> dict[str, str]:
         name: _describe(value, ())
         for name, value in sorted(vars(layer).items())
         # private attributes of installed classes are derived values or notes of a library
-        if name not in _BASE and (own_classes or not name.startswith("_"))
+        if name not in BASE_ATTRIBUTES and (own_classes or not name.startswith("_"))
     }
 
 

@@ -25,7 +25,7 @@ from ..core.key import Key
 from ..core.learning.losses import Loss
 from ..core.tree import Params, map_leaves
 from .architecture import Architecture
-from .fingerprint import as_dense, describe_attributes
+from .fingerprint import BASE_ATTRIBUTES, as_dense, describe_attributes
 from .module_copy import copy_module, is_compiled
 from .placement import is_placed
 from .standard import is_of_libraries, remove_hooks
@@ -169,7 +169,7 @@ def _find_shared_buffer(module: nn.Module, trial_model: Architecture, x: Any) ->
     _ = _score(trial_model, x, is_training=True)
     references: dict[int, list[str]] = {}
     for path, layer in trial_model.module.named_modules():
-        attributes = {n: v for n, v in vars(layer).items() if n not in _BASE}
+        attributes = {n: v for n, v in vars(layer).items() if n not in BASE_ATTRIBUTES}
         for name, value in (*layer._buffers.items(), *attributes.items()):
             for tensor in _items(value):
                 if isinstance(tensor, Tensor) and tensor.numel():
@@ -195,10 +195,6 @@ def _items(value: Any) -> Iterable[Any]:
 def _memory(tensor: Tensor) -> int:
     """Address of the memory of a tensor, which its views have, too."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
-
-
-_BASE = frozenset(vars(nn.Module()))
-"""Attributes of every module: its parameters, hooks and so on."""
 
 
 def _is_known(model: Architecture) -> bool:

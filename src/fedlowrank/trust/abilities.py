@@ -46,6 +46,10 @@ class _Trial:
     server: Any
     client: ClientInfo
 
+    @classmethod
+    def of_first_client(cls, method: AnyMethod, task: Task) -> _Trial:
+        return cls(method, task, method.server_init(task), task.clients[0])
+
     @property
     def down(self) -> Any:
         return self.method.download(self.server, self.client)
@@ -158,7 +162,7 @@ def require_no_examples(method: AnyMethod, task: Task, entry: str) -> None:
     Raises:
         TaskError: if the server needs them; the message gives the reason.
     """
-    trial = _Trial(method, task, method.server_init(task), task.clients[0])
+    trial = _Trial.of_first_client(method, task)
     upload = trial.upload
     if tree.tensors(upload) and (reason := _why_it_reads_examples(trial, upload, _WEIGHTS)) is not None:
         raise TaskError(
@@ -178,7 +182,7 @@ def require_no_sums_of_examples(method: AnyMethod, task: Task, entry: str) -> No
     Raises:
         TaskError: if there is such a sum; the message names it.
     """
-    trial = _Trial(method, task, method.server_init(task), task.clients[0])
+    trial = _Trial.of_first_client(method, task)
     upload = trial.upload
     clients = [dataclasses.replace(trial.client, example_count=n) for n in (1, 2)]
     few, many = (list(contribution_leaves(trial.contribution(upload, client))) for client in clients)

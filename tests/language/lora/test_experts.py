@@ -18,11 +18,18 @@ from tests.language.text_experiments import make_causal_tables, run_rounds
 torch.set_num_threads(1)
 
 
+def save_model(kind: Any, config: Any, tokenizer_folder: Path, folder: Path) -> Path:
+    """Save an untrained model beside the tokenizer of another one, with as many tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    config.vocab_size = len(tokenizer)
+    build_module(lambda: kind(config), Key((0,))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def mixtral(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral of one layer with 4 experts."""
-    folder = tmp_path_factory.mktemp("mixtral")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     config = transformers.MixtralConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -30,15 +37,20 @@ def mixtral(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=2,
         num_local_experts=4,
-        vocab_size=len(tokenizer),
     )
-    build_module(lambda: transformers.MixtralForCausalLM(config), Key((0,))).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(transformers.MixtralForCausalLM, config, llama, tmp_path_factory.mktemp("mixtral"))
 
 
 def tables_of(base: Path, folder: Path, **lora: Any) -> dict[str, Any]:
     return make_causal_tables(base, folder, method="fedit", lora={"r": 2, "ranks": [2], **lora})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The first adapter imports layers compiled by torch.jit, which warn, in whatever order the tests run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        run_rounds(tables_of(mixtral, tmp_path_factory.mktemp("first"), target_modules=["q_proj"]), 0)
 
 
 def test_all_linear_says_that_it_leaves_out_experts(mixtral: Path, tmp_path: Path) -> None:
@@ -77,8 +89,6 @@ def test_factors_on_experts_are_refused(mixtral: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def glm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a layer without experts, and one with experts beside an expert that all tokens share."""
-    folder = tmp_path_factory.mktemp("glm")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     config = transformers.Glm4MoeConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -90,11 +100,8 @@ def glm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         n_routed_experts=4,
         num_experts_per_tok=2,
         first_k_dense_replace=1,
-        vocab_size=len(tokenizer),
     )
-    build_module(lambda: transformers.Glm4MoeForCausalLM(config), Key((0,))).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(transformers.Glm4MoeForCausalLM, config, llama, tmp_path_factory.mktemp("glm"))
 
 
 def test_names_that_peft_takes_for_experts_are_left_out_or_refused(glm: Path, tmp_path: Path) -> None:
